@@ -1,0 +1,298 @@
+"""The command line. Torch is imported only inside commands that compute or read checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
+
+from jsonargparse import ArgumentParser, Namespace
+
+from plait.config import suggest
+from plait.train.config import TrainConfig
+from plait.train.settings import DataOptions, ModelOptions, RunSettings
+
+OK, FAILED, BAD_USAGE = 0, 1, 2
+
+
+class Parser(ArgumentParser):
+    """Errors are one line: what is wrong, and where help is."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        words = " ".join(str(message).split())
+        words = re.sub(r"^Parser key \"?(\S+?)\"?: ", lambda m: f"--{m[1].replace('_', '-')}: ", words)
+        words = re.sub(r"Expected an? <class '(\w+)'>\.", r"it must be \1;", words)
+        words = re.sub(r"Expected a typing\.Literal\[(.*?)\]\.", r"it must be one of \1;", words)
+        words = words.replace("Got value:", "got").rstrip(".")
+        print(f"{self.prog}: {words} (see {self.prog} --help)", file=sys.stderr)
+        sys.exit(BAD_USAGE)
+
+
+def _parser(command: str, about: str, example: str) -> Parser:
+    return Parser(prog=f"plait {command}", description=about, epilog=f"example: {example}", allow_abbrev=False)
+
+
+def _add_options(parser: Parser, cls: type, **defaults: Any) -> None:
+    """A flag for every field of an options class; help comes from its docstring."""
+    about = dict(re.findall(r"^\s+(\w+): (.+)$", (cls.__doc__ or "").split("Args:")[-1], re.MULTILINE))
+    hints = get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        default = defaults.get(f.name, f.default)
+        if default is dataclasses.MISSING:
+            continue
+        kind: Any = hints[f.name]
+        options: dict[str, Any] = {"help": about.get(f.name), "default": default}
+        if "tuple[str" in str(kind):
+            options |= {"action": "append", "type": str, "default": list(default), "metavar": f.name.upper()}
+        elif "tuple[" in str(kind):
+            options |= {"type": _numbers(int if "int" in str(kind) else float)}
+        elif "Path" in str(kind):
+            options |= {"type": str}
+        else:
+            options |= {"type": kind}
+        parser.add_argument(f"--{f.name.replace('_', '-')}", **options)
+
+
+def _numbers(kind: type) -> Callable[[Any], Any]:
+    def numbers(value: Any) -> Any:
+        if value is None or isinstance(value, tuple):
+            return value
+        parts = value.split(",") if isinstance(value, str) else value
+        try:
+            return tuple(kind(part) for part in parts)
+        except (TypeError, ValueError):
+            raise ValueError(f"{value!r}; it must be numbers with commas between, as 16,192") from None
+
+    return numbers
+
+
+def _gather(cls: type, values: Namespace) -> dict[str, Any]:
+    """The fields of an options class out of parsed flags."""
+    return {
+        f.name: list(value) if isinstance(value, tuple) else value
+        for f in dataclasses.fields(cls)
+        if hasattr(values, f.name)
+        for value in [getattr(values, f.name)]
+    }
+
+
+def describe(arguments: Sequence[str]) -> None:
+    """What a layout costs, before anything is built."""
+    parser = _parser(
+        "describe",
+        "Parameters, FLOPs per token and cache bytes of a layout, layer by layer, beside full attention.",
+        "plait describe '3*gdn nope' --d-model 1024 --num-layers 24 --num-heads 8 --context 131072",
+    )
+    parser.add_argument("layout", type=str, help="layout string, a spec.json, or a directory that holds one")
+    _add_options(parser, ModelOptions, d_model=512, num_layers=8, num_heads=8)
+    parser.add_argument("--vocab-size", type=int, default=32_000, help="entries of the vocabulary")
+    parser.add_argument("--context", type=int, default=32_768, help="tokens T of a sequence")
+    parser.add_argument("--dtype-bytes", type=int, default=2, help="bytes of a cached number (recurrent states: 4)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(arguments)
+
+    from plait.describe import describe_json, describe_table, read_spec
+
+    spec = read_spec(args.layout)
+    if spec is None:
+        spec = ModelOptions(**_gather(ModelOptions, args)).spec(args.vocab_size)
+    if args.json:
+        print(json.dumps(describe_json(spec, args.context, args.dtype_bytes), indent=1))
+    else:
+        describe_table(spec, args.context, args.dtype_bytes)
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Train a hybrid on a synthetic task or on text."""
+    parser = _parser(
+        "train",
+        "Train a hybrid in runs/NAME. The same command goes on where an interrupted run stopped.",
+        "plait train --name first --layout 'gdn nope' --task spaced-retrieval --gaps 16,192 --steps 300",
+    )
+    parser.add_argument("--config", action="config", help="config.json of a run, or any file of these options")
+    parser.add_argument("--name", type=str, required=True, help="the run's name")
+    parser.add_argument("--runs", type=str, default="runs", help="folder of runs")
+    parser.add_argument("--layout", type=str, required=True, help="what each layer does, as 'gdn nope'")
+    for options in (ModelOptions, DataOptions, TrainConfig):
+        _add_options(parser, options)
+    parser.add_argument("--branch", type=str | None, help="go on from RUN@STEP or a checkpoint: its optimizer, its data")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
+    parser.add_argument("--json", action="store_true", help="print the last measurements as JSON")
+    args = parser.parse_args(arguments)
+
+    flat = {key: value for cls in (ModelOptions, DataOptions, TrainConfig) for key, value in _gather(cls, args).items()}
+    settings = RunSettings.from_json({**flat, "branch": args.branch}, "options")
+    from plait.runs import last_measurements, train_run
+
+    run = Path(args.runs) / args.name
+    train_run(run, settings, device=_device(args.device))
+    rows = last_measurements(run)
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    else:
+        _show_rows(f"{run} after update {settings.train.steps}", rows)
+
+
+def probe(arguments: Sequence[str]) -> None:
+    """Measure what the layers of a trained model do."""
+    parser = _parser(
+        "probe",
+        "Measure the layers of a checkpoint. retrieval-score: 003's layer retrieval score, in logits.",
+        "plait probe runs/first retrieval-score --gap 64 --json",
+    )
+    parser.add_argument("model", type=str, help="RUN (its last checkpoint), RUN@STEP, or a checkpoint's directory")
+    parser.add_argument("what", type=str, help="retrieval-score")
+    parser.add_argument("--gap", type=_numbers(int), default=(64,), help="gaps to measure at, as 16,192")
+    parser.add_argument("--pairs", type=int, default=2_000, help="held-out prompt pairs")
+    parser.add_argument("--seed", type=int | None, help="of the keys (default: the run's own)")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(arguments)
+    if args.what != "retrieval-score":
+        parser.error(f"unknown probe {args.what!r}; {suggest(args.what, ['retrieval-score'])}")
+
+    from plait.runs import probe_retrieval
+
+    rows = probe_retrieval(args.model, args.gap, pairs=args.pairs, seed=args.seed, device=_device(args.device))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    else:
+        _show_rows(f"{args.model}: layer retrieval score", rows)
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Make one offline HTML page of one or more runs."""
+    parser = _parser(
+        "report",
+        "One self-contained page: layouts, losses, layer scores, costs, provenance.",
+        "plait report runs/vanilla runs/frozen -o report.html",
+    )
+    parser.add_argument("runs", type=str, nargs="+", help="run directories")
+    parser.add_argument("-o", "--output", type=str, default="report.html", help="file to write")
+    args = parser.parse_args(arguments)
+
+    from plait.report import build_report
+
+    build_report([Path(run) for run in args.runs], Path(args.output))
+    print(args.output)
+
+
+def bench(arguments: Sequence[str]) -> None:
+    """Measure speed side by side with other implementations."""
+    parser = _parser(
+        "bench",
+        "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers.",
+        "plait bench mixers",
+    )
+    parser.add_argument("what", type=str, help="mixers")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
+    parser.add_argument("--lengths", type=_numbers(int), help="tokens T (default: those of the project's own bars)")
+    parser.add_argument("--repeats", type=int, default=9, help="measurements each median is of")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(arguments)
+    if args.what != "mixers":
+        parser.error(f"unknown benchmark {args.what!r}; {suggest(args.what, ['mixers'])}")
+
+    from plait.bench.mixers import bench_mixers, show
+
+    rows = bench_mixers(device=_device(args.device), lengths=args.lengths, repeats=args.repeats)
+    print(json.dumps(rows, indent=1)) if args.json else show(rows)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "describe": describe,
+    "train": train,
+    "probe": probe,
+    "report": report,
+    "bench": bench,
+}
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device = {name!r}; it must be cpu, cuda or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = {name!r}; this machine has no GPU that torch can use; give cpu or auto")
+    return name
+
+
+def _show_rows(title: str, rows: Sequence[Any]) -> None:
+    """Records as a small table: one column an axis, one a value."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    axes = list(dict.fromkeys(axis for row in rows for axis in row.axes if axis != "task"))
+    values = list(dict.fromkeys(value for row in rows for value in row.values))
+    for name in ["measured", *axes, *values]:
+        table.add_column(name, justify="right" if name in values else "left")
+    for row in rows:
+        numbers = [f"{row.values[v]:.3f}" if row.values.get(v) is not None else "" for v in values]
+        table.add_row(row.name, *(str(row.axes.get(axis, "")) for axis in axes), *numbers)
+    Console(highlight=False).print(table)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {(command.__doc__ or '').strip()}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: plait COMMAND ...",
+            "",
+            "Design, train and look inside hybrid-attention language models.",
+            "",
+            *lines,
+            "",
+            "plait COMMAND --help shows a command's options.",
+            "example: plait describe '3*gdn nope' --d-model 1024 --num-layers 24",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0: done, 1: failed, 2: bad usage or bad input."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return OK
+    if arguments[0] in ("-V", "--version"):
+        from plait import __version__
+
+        print(f"plait {__version__}")
+        return OK
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"plait: unknown command {name!r}; {suggest(name, COMMANDS)}", file=sys.stderr)
+        return BAD_USAGE
+    try:
+        COMMANDS[name](rest)
+        return OK
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else OK
+    except ValueError as error:
+        print(f"plait {name}: {error}", file=sys.stderr)
+        return BAD_USAGE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except KeyboardInterrupt:
+        print(f"plait {name}: stopped", file=sys.stderr)
+        return FAILED
+    except (OSError, RuntimeError) as error:
+        print(f"plait {name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

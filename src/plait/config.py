@@ -1,0 +1,598 @@
+"""Frozen configs of mixers and layers, and their JSON form. Fully resolved: nothing asks for d_model or a layer index.
+
+Vocabulary: H query heads, head_dim the size of a query / key head, value_dim the size of an output head. No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+NormKind = Literal["rms", "rms1p", "layer"]
+MlpKind = Literal["swiglu", "geglu", "gelu", "relu2"]
+
+
+def suggest(word: str, allowed: Iterable[str]) -> str:
+    """'nearest: x; allowed: x, y, z', the tail of an error about an unknown word."""
+    allowed = list(allowed)
+    close = difflib.get_close_matches(word.lower(), allowed, n=3, cutoff=0.5)
+    return (f"nearest: {', '.join(close)}; " if close else "") + f"allowed: {', '.join(allowed)}"
+
+
+def show(value: Any) -> str:
+    """repr for an error message, cut to a length that stays readable."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
+
+
+field_types = functools.cache(get_type_hints)
+"""a config class -> the type of each field; cached, as building one takes longer than building a config"""
+
+
+class FieldError(ValueError):
+    """A field of a config with a value that it cannot take. `owner` is what the reader calls the config."""
+
+    def __init__(self, owner: str, field: str, value: Any, allowed: str):
+        super().__init__(f"{owner}: {field} = {show(value)}; it must be {allowed}")
+        self.field, self.value, self.allowed = field, value, allowed
+
+
+def _check(config: Any, ok: bool, field: str, allowed: str) -> None:
+    if not ok:
+        raise FieldError(config.kind, field, getattr(config, field), allowed)
+
+
+def _check_choice(config: Any, *fields: str) -> None:
+    hints = field_types(type(config))
+    for field in fields:
+        try:
+            fit(hints[field], getattr(config, field))
+        except ValueError as error:
+            raise FieldError(config.kind, field, getattr(config, field), str(error)) from None
+
+
+def _check_positive(config: Any, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        _check(config, 0 < value < math.inf, field, f"a {'finite ' if isinstance(value, float) else ''}number above 0")
+
+
+def _check_divides(config: Any, part: str, whole: str) -> None:
+    size, total = getattr(config, part), getattr(config, whole)
+    _check(config, size > 0 and total % size == 0, part, f"a divisor of {whole} = {total}")
+
+
+def _check_conv(config: Any) -> None:
+    _check(config, config.conv_size == 0 or config.conv_size >= 2, "conv_size", "0 (none) or at least 2")
+
+
+def _check_expands(config: Any, *fields: str) -> None:
+    """head_dim times each of these factors is a whole number above 0."""
+    for field in fields:
+        factor = getattr(config, field)
+        size = config.head_dim * factor if 0 < factor < 2**31 else 0
+        whole = size >= 1 and abs(size - round(size)) <= 1e-9
+        _check(config, whole, field, f"a factor that takes head_dim = {config.head_dim} to a whole number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """A rescaling of RoPE's frequencies for inputs longer than those trained on; formulas in positions.py."""
+
+    kind: Literal["linear", "yarn", "llama3"]
+    factor: float
+    original_length: int | None = None
+    """length trained on, in tokens (yarn, llama3)"""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """yarn: full turns over original_length above which a frequency is kept, below which it is interpolated"""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    """llama3: the same two edges, as original_length / wavelength"""
+    attention_factor: float | None = None
+    """multiplies cos and sin; None: yarn's 0.1 ln(factor) + 1, otherwise 1"""
+
+    def __post_init__(self):
+        def check(ok: bool, field: str, allowed: str) -> None:
+            if not ok:
+                raise FieldError("rope_scaling", field, getattr(self, field), allowed)
+
+        check(self.kind in ("linear", "yarn", "llama3"), "kind", "one of linear, yarn, llama3")
+        check(1 <= self.factor < math.inf, "factor", "at least 1")
+        if self.kind != "linear":
+            check((self.original_length or 0) >= 1, "original_length", f"the length trained on: {self.kind} needs it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Softmax:
+    """Softmax attention: full, nope and swa of a layout are three settings of it."""
+
+    kind: ClassVar[str] = "softmax"
+    recurrent: ClassVar[bool] = False
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float | None = None
+    """None: no positional encoding (NoPE)"""
+    rope_fraction: float = 1.0
+    """share of head_dim that rotates, from the front"""
+    rope_interleaved: bool = False
+    """rotate pairs (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ..."""
+    rope_scaling: RopeScaling | None = None
+    window_size: int | None = None
+    """visible keys, the token itself included; None: all"""
+    qk_norm: Literal["head", "full"] | None = None
+    """RMSNorm of q and k before RoPE: over each head, or over all heads together"""
+    sink: bool = False
+    """a learnable logit per head in the softmax denominator (000, B.1)"""
+    output_gate: bool = False
+    """sigmoid gate on the head outputs, projected from the layer's input"""
+    logn: Literal["loglen", "loga"] | None = None
+    """scale of the queries that grows with the number t of tokens so far: loglen max(1, ln t / ln logn_base)
+    (001, logn_base the pretraining length), loga ln(t + a) / ln a (004, a = logn_base)"""
+    logn_base: float | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_positive(self, "num_heads", "head_dim", "norm_eps")
+        _check_divides(self, "num_kv_heads", "num_heads")
+        _check_choice(self, "qk_norm", "logn")
+        _check(self, self.window_size is None or self.window_size >= 1, "window_size", "at least 1, or none")
+        _check(self, self.rope_theta is None or 1 < self.rope_theta < math.inf, "rope_theta", "above 1, or none")
+        _check(self, 0 < self.rope_fraction <= 1, "rope_fraction", "above 0 and at most 1")
+        even = self.rope_theta is None or (self.rotary_dim >= 2 and self.rotary_dim % 2 == 0)
+        _check(self, even, "rope_fraction", f"a share of head_dim = {self.head_dim} that is an even number, 2 or more")
+        if self.logn is not None:
+            _check(self, 1 < (self.logn_base or 0) < math.inf, "logn_base", f"above 1 with logn = {self.logn}")
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rope_fraction) if self.rope_theta is not None else 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def num_out_heads(self) -> int:
+        return self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gdn:
+    """Gated DeltaNet. Each of num_v_heads states is read by one or more query heads.
+
+    Grouped: num_heads a multiple of num_kv_heads = num_v_heads (000: 6 query heads read 2 states).
+    More value than key heads: num_v_heads a multiple of num_heads = num_kv_heads (Qwen3-Next).
+    """
+
+    kind: ClassVar[str] = "gdn"
+    recurrent: ClassVar[bool] = True
+
+    num_heads: int
+    num_kv_heads: int
+    num_v_heads: int
+    head_dim: int
+    expand_v: float = 1.0
+    conv_size: int = 4
+    """width of the causal depthwise convolution on q, k and v; 0: none"""
+    output_gate: bool = True
+    """SiLU gate after the per-head RMSNorm"""
+    allow_neg_eigval: bool = False
+    """beta in (0, 2) instead of (0, 1)"""
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_positive(self, "num_heads", "num_kv_heads", "num_v_heads", "head_dim", "norm_eps")
+        _check_conv(self)
+        _check_divides(self, "num_kv_heads", "num_heads")
+        _check(
+            self,
+            self.num_v_heads == self.num_kv_heads
+            or (self.num_heads == self.num_kv_heads and self.num_v_heads % self.num_heads == 0),
+            "num_v_heads",
+            f"num_kv_heads = {self.num_kv_heads}, or a multiple of it when num_heads = num_kv_heads",
+        )
+        _check_expands(self, "expand_v")
+
+    @property
+    def value_dim(self) -> int:
+        return round(self.head_dim * self.expand_v)
+
+    @property
+    def num_out_heads(self) -> int:
+        return max(self.num_heads, self.num_v_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gla:
+    """Gated linear attention: a decay per key channel from a low-rank projection."""
+
+    kind: ClassVar[str] = "gla"
+    recurrent: ClassVar[bool] = True
+
+    num_heads: int
+    head_dim: int
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+    conv_size: int = 0
+    gate_rank: int = 16
+    output_gate: bool = True
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_positive(self, "num_heads", "head_dim", "gate_rank", "norm_eps")
+        _check_conv(self)
+        _check_expands(self, "expand_k", "expand_v")
+
+    @property
+    def key_dim(self) -> int:
+        return round(self.head_dim * self.expand_k)
+
+    @property
+    def value_dim(self) -> int:
+        return round(self.head_dim * self.expand_v)
+
+    @property
+    def num_out_heads(self) -> int:
+        return self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kda:
+    """Kimi Delta Attention: the gated delta rule with a decay per key channel, applied before the delta step."""
+
+    kind: ClassVar[str] = "kda"
+    recurrent: ClassVar[bool] = True
+
+    num_heads: int
+    head_dim: int
+    expand_v: float = 1.0
+    conv_size: int = 4
+    output_gate: bool = True
+    dt_init: Literal["zero", "log_uniform"] = "log_uniform"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_positive(self, "num_heads", "head_dim", "norm_eps")
+        _check_conv(self)
+        _check_choice(self, "dt_init")
+        _check_expands(self, "expand_v")
+
+    @property
+    def value_dim(self) -> int:
+        return round(self.head_dim * self.expand_v)
+
+    @property
+    def num_out_heads(self) -> int:
+        return self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2:
+    """Mamba-2 (SSD): a scalar decay per head, keys and queries (B, C) shared by the heads of a group."""
+
+    kind: ClassVar[str] = "mamba2"
+    recurrent: ClassVar[bool] = True
+
+    num_heads: int
+    head_dim: int = 64
+    state_dim: int = 128
+    num_groups: int = 1
+    conv_size: int = 4
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_positive(self, "num_heads", "head_dim", "state_dim", "norm_eps")
+        _check_divides(self, "num_groups", "num_heads")
+        _check_conv(self)
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def num_out_heads(self) -> int:
+        return self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lightning:
+    """Lightning attention: a fixed decay exp(-slope) per head."""
+
+    kind: ClassVar[str] = "lightning"
+    recurrent: ClassVar[bool] = True
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    slopes: tuple[float, ...]
+    """-log of the decay of each query head, already scaled for the layer's depth"""
+    gate_rank: int = 64
+    """rank of the output gate; 0: none"""
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_positive(self, "num_heads", "head_dim", "norm_eps")
+        _check_divides(self, "num_kv_heads", "num_heads")
+        _check(self, self.gate_rank >= 0, "gate_rank", "0 (no gate) or above")
+        _check(self, len(self.slopes) == self.num_heads, "slopes", f"one number for each of {self.num_heads} heads")
+        _check(self, all(0 <= slope < math.inf for slope in self.slopes), "slopes", "numbers of 0 or above")
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def num_out_heads(self) -> int:
+        return self.num_heads
+
+
+Leaf = Softmax | Gdn | Gla | Kda | Mamba2 | Lightning
+"""a mixer that is no composition"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPart:
+    """Query heads of a head-wise hybrid that one mixer computes."""
+
+    mixer: Leaf
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Head-wise hybrid: disjoint query heads to different mixers, one output projection (004, 4.2)."""
+
+    kind: ClassVar[str] = "heads"
+
+    parts: tuple[HeadPart, ...]
+    norm: bool = False
+    """RMSNorm per head before the output projection"""
+    scale: bool = False
+    """one learnable scale per head after it"""
+    gate: bool = False
+    """sigmoid gate on the heads of softmax parts"""
+    order: Literal["gate_norm", "norm_gate"] = "gate_norm"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_choice(self, "order")
+        if len(self.parts) < 2:
+            raise ValueError(f"heads: {len(self.parts)} part; it takes two or more")
+        for part in self.parts:
+            if len(part.heads) != part.mixer.num_out_heads:
+                raise ValueError(
+                    f"heads: {part.mixer.kind} has {part.mixer.num_out_heads} heads but is given {len(part.heads)}:"
+                    f" {show(list(part.heads))}"
+                )
+        mapped = sorted(head for part in self.parts for head in part.heads)
+        if mapped != list(range(len(mapped))):
+            raise ValueError(
+                f"heads: the parts name heads {show(mapped)}; each of 0 to {len(mapped) - 1} must be named once"
+            )
+        _same_value_dim(self, [part.mixer for part in self.parts])
+
+    @property
+    def recurrent(self) -> bool:
+        return any(part.mixer.recurrent for part in self.parts)
+
+    @property
+    def num_heads(self) -> int:
+        return sum(part.mixer.num_heads for part in self.parts)
+
+    @property
+    def num_out_heads(self) -> int:
+        return sum(len(part.heads) for part in self.parts)
+
+    @property
+    def value_dim(self) -> int:
+        return self.parts[0].mixer.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Several mixers on all heads, fused."""
+
+    kind: ClassVar[str] = "mix"
+
+    mixers: tuple[Leaf, ...]
+    fuse: Literal["mean", "sum", "scale", "gate", "project"] = "mean"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_choice(self, "fuse")
+        if len(self.mixers) < 2:
+            raise ValueError(f"mix: {len(self.mixers)} mixer; it takes two or more")
+        if self.fuse != "project":
+            _same_value_dim(self, self.mixers)
+            counts = [mixer.num_out_heads for mixer in self.mixers]
+            if len(set(counts)) > 1:
+                raise ValueError(f"mix: the mixers have {counts} heads; fuse = {self.fuse} needs the same number")
+
+    @property
+    def recurrent(self) -> bool:
+        return any(mixer.recurrent for mixer in self.mixers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.mixers[0].num_heads
+
+    @property
+    def num_out_heads(self) -> int:
+        return self.mixers[0].num_out_heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.mixers[0].value_dim
+
+
+def _same_value_dim(config: Heads | Mix, mixers: Iterable) -> None:
+    sizes = {f"{mixer.kind} {mixer.value_dim}" for mixer in mixers}
+    if len({size.split()[1] for size in sizes}) > 1:
+        raise ValueError(f"{config.kind}: value sizes per head differ ({', '.join(sorted(sizes))}); they must be equal")
+
+
+Mixer = Softmax | Gdn | Gla | Kda | Mamba2 | Lightning | Heads | Mix
+KINDS: dict[str, type] = {cls.kind: cls for cls in get_args(Mixer)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One block: a token mixer, an MLP or none, and how the two join the residual stream."""
+
+    kind: ClassVar[str] = "layer"
+
+    mixer: Mixer
+    d_ff: int = 0
+    """width of the MLP; 0: no MLP"""
+    mlp: MlpKind = "swiglu"
+    norm: NormKind = "rms"
+    """rms1p is RMSNorm with weight 1 + w"""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """norm of each branch's input, of its output, or of both"""
+    parallel: bool = False
+    """x + mixer(n) + mlp(n), n = norm1(x), instead of one after the other"""
+    mixer_multiplier: float = 1.0
+    mlp_multiplier: float = 1.0
+    """factors on each branch's output before it joins the residual stream"""
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        _check_choice(self, "mlp", "norm", "norm_placement")
+        _check(self, self.d_ff >= 0, "d_ff", "0 (no MLP) or above")
+        _check_positive(self, "norm_eps")
+        for field in ("mixer_multiplier", "mlp_multiplier"):
+            _check(self, math.isfinite(getattr(self, field)), field, "finite")
+        if self.parallel and (self.norm_placement != "pre" or self.d_ff == 0):
+            raise ValueError("layer: parallel = True; it needs norm_placement = pre and an MLP")
+
+
+def family(mixer: Mixer) -> str:
+    """The name a layout gives this mixer: full, nope, swa, gdn, ..., or heads(a, b) and mix(a + b)."""
+    match mixer:
+        case Softmax():
+            return "swa" if mixer.window_size is not None else "nope" if mixer.rope_theta is None else "full"
+        case Heads():
+            return f"heads({', '.join(family(part.mixer) for part in mixer.parts)})"
+        case Mix():
+            return f"mix({' + '.join(map(family, mixer.mixers))})"
+    return mixer.kind
+
+
+def select_layers(layers: tuple[Layer, ...], families: Iterable[str]) -> tuple[int, ...]:
+    """Indices of the layers whose mixer is of one of these families (or of `recurrent`, `softmax`)."""
+    wanted = set(families)
+    present = {family(layer.mixer) for layer in layers}
+    for word in wanted - present - {"recurrent", "softmax"}:
+        allowed = [*sorted(present), "recurrent", "softmax"]
+        raise ValueError(f"family {show(word)}: no layer has it; {suggest(word, allowed)}")
+    return tuple(
+        i
+        for i, layer in enumerate(layers)
+        if {family(layer.mixer), "recurrent" if layer.mixer.recurrent else "softmax"} & wanted
+    )
+
+
+def to_json(config: Any) -> Any:
+    """A config as plain JSON values; classes that share a field are told apart by `kind`."""
+    if dataclasses.is_dataclass(config):
+        values = {f.name: to_json(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {"kind": config.kind, **values} if isinstance(config, Mixer) else values
+    if isinstance(config, tuple):
+        return [to_json(item) for item in config]
+    return config
+
+
+def from_json(cls: type, data: Any, where: str) -> Any:
+    """The inverse of to_json. Errors name the place (`layers[3].mixer`), the field and what is allowed."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: {show(data)}; it must be a JSON object")
+    hints = field_types(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in fields:
+            raise ValueError(f"{where}: unknown field {show(key)}; {suggest(str(key), fields)}")
+    for name, f in fields.items():
+        if name not in data and f.default is dataclasses.MISSING:
+            raise ValueError(f"{where}: field {name!r} is missing")
+    values = {key: _decode(hints[key], value, f"{where}.{key}") for key, value in data.items()}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    arms = _arms(hint)
+    if value is None and type(None) in arms:
+        return None
+    classes: list[type] = [arm for arm in arms if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
+    if classes:
+        return _decode_kind(classes, value, where) if len(classes) > 1 else from_json(classes[0], value, where)
+    item = next((get_args(arm)[0] for arm in arms if get_origin(arm) is tuple), None)
+    if item is not None:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}: {show(value)}; it must be a list")
+        return tuple(_decode(item, each, f"{where}[{i}]") for i, each in enumerate(value))
+    if Path in arms and isinstance(value, str | Path):
+        return Path(value)
+    try:
+        return fit(hint, value)
+    except ValueError as error:
+        raise ValueError(f"{where}: {show(value)}; it must be {error}") from None
+
+
+def _decode_kind(arms: list[type], value: Any, where: str) -> Any:
+    kinds: dict[str, type] = {arm.kind: arm for arm in arms}  # pyright: ignore[reportAttributeAccessIssue]
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"{where}: kind {show(kind)}; {suggest(str(kind), kinds)}")
+    return from_json(kinds[kind], {key: item for key, item in value.items() if key != "kind"}, where)
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a word",
+    Path: "a path",
+    type(None): "none",
+}
+
+
+def _arms(hint: Any) -> tuple:
+    return get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def fit(hint: Any, value: Any) -> Any:
+    """A plain value as a field of this type takes it (whole numbers pass as floats); ValueError says what it takes."""
+    words = []
+    for arm in _arms(hint):
+        if get_origin(arm) is Literal:
+            choices = get_args(arm)
+            if value in choices:
+                return value
+            close = difflib.get_close_matches(str(value).lower(), choices)
+            words.append(f"one of {', '.join(choices)}" + (f" (nearest: {', '.join(close)})" if close else ""))
+        elif _is(arm, value):
+            return float(value) if arm is float else value
+        else:
+            words.append(_WORDS[arm])
+    raise ValueError(", or ".join(words))
+
+
+def _is(arm: type, value: Any) -> bool:
+    if arm is float:
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither infinite nor NaN
+    return type(value) is arm and (arm is not int or abs(value) < 2**53)

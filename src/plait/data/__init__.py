@@ -1,0 +1,39 @@
+"""What a model trains on. Batch k of a task is a pure function of (seed, k), so resuming needs no data cursor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+IGNORE = -100
+"""target of a position that carries no loss"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of one length that are processed together."""
+
+    tokens_BT: Tensor
+    targets_BT: Tensor
+    """next token where it is to be predicted, IGNORE elsewhere"""
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    """what tells this group from the others of its batch, as in records ({"gap": 64})"""
+
+
+class Task(Protocol):
+    """A source of batches."""
+
+    vocab_size: int
+    length: int
+    """tokens of the longest row"""
+
+    def batch(self, step: int) -> list[Group]:
+        """The groups of update `step`, from 0; their gradients are weighted by their count of targets."""
+        ...
+
+    def held_out(self) -> list[Group]:
+        """Fixed groups that training never sees."""
+        ...

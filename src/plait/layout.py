@@ -1,0 +1,631 @@
+"""Layout strings <-> an explicit tuple of layers. No torch.
+
+    layout := item { " " item }          item := [N "*"] atom
+    atom   := mixer | "(" layout ")" | "heads(" part ", " part { ", " part } ")" [ opts ]
+            | "mix(" mixer " + " mixer { " + " mixer } ")" [ opts ]
+    part   := share ":" mixer            mixer := name [ opts ]        opts := "[" key=value { ", " key=value } "]"
+
+The pattern repeats until it fills the model, exactly. Keys are the fields of the mixer and of the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+from plait.config import (
+    FieldError,
+    Gdn,
+    Gla,
+    HeadPart,
+    Heads,
+    Kda,
+    Layer,
+    Leaf,
+    Lightning,
+    Mamba2,
+    Mix,
+    Mixer,
+    MlpKind,
+    NormKind,
+    Softmax,
+    family,
+    field_types,
+    fit,
+    show,
+    suggest,
+)
+
+NAMES: dict[str, type] = {
+    "full": Softmax,
+    "nope": Softmax,
+    "swa": Softmax,
+    "gla": Gla,
+    "gdn": Gdn,
+    "kda": Kda,
+    "mamba2": Mamba2,
+    "lightning": Lightning,
+}
+ALIASES = {"window": "window_size"}
+"""short keys of layout strings"""
+SHORT = {field: key for key, field in ALIASES.items()}
+DERIVED = {Mamba2: {"expand": float}, Lightning: {"slope_family": Literal["geometric", "linear"]}}
+"""keys that only help to work out a field: num_heads = expand * d_model / head_dim; slopes from a published family"""
+LAYER_KEYS = {f.name: field_types(Layer)[f.name] for f in dataclasses.fields(Layer) if f.name != "mixer"}
+"""keys of the layer, with their types; a mixer's own key of the same name comes first"""
+MAX_DEPTH = 20
+"""of groups in groups"""
+
+
+class LayoutError(ValueError):
+    """A layout string that cannot be read; `position` counts characters from 0."""
+
+    def __init__(self, message: str, position: int):
+        super().__init__(f"layout, position {position}: {message}")
+        self.position = position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a layer has where its layout does not say. num_kv_heads and head_dim left None follow from the others."""
+
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    """of softmax attention and Lightning; the other mixers are grouped only where the layout says so"""
+    head_dim: int | None = None
+    d_ff: int = 0
+    mlp: MlpKind = "swiglu"
+    norm: NormKind = "rms"
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """keys and values added to every mixer of a name, as if written in its brackets: {"gdn": {"expand_v": 2}};
+    inside heads(...) and mix(...) those of the layer and num_heads are left out"""
+
+    def __post_init__(self):
+        for name in ("d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} = {value}; it must be at least 1")
+        if self.head_dim is None and self.d_model % self.num_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads}; it must divide d_model = {self.d_model} unless head_dim is given"
+            )
+        for name, options in self.overrides.items():
+            if name not in NAMES:
+                raise ValueError(f"overrides: unknown mixer {show(name)}; {suggest(name, NAMES)}")
+            for key, value in options.items():
+                try:
+                    _read(name, key, value, {**LAYER_KEYS, **_keys(name)})
+                except ValueError as error:
+                    raise ValueError(f"overrides: {error}") from None
+
+    @property
+    def size(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
+
+# Syntax: text -> a list of nodes that know their place in it.
+
+
+@dataclass(frozen=True)
+class _Value:
+    value: Any
+    at: int
+    """place of the value"""
+    key_at: int = 0
+
+
+@dataclass(frozen=True)
+class _Node:
+    """name is a mixer's, `heads` or `mix`."""
+
+    name: str
+    at: int
+    options: dict[str, _Value]
+    children: tuple[_Node, ...] = ()
+    shares: tuple[int, ...] = ()
+
+
+class _Parser:
+    word = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+    integer = re.compile(r"[0-9]{1,9}")
+    value = re.compile(r"[^\s,\]\[]+")
+
+    def __init__(self, text: str, num_layers: int):
+        self.text, self.at, self.num_layers, self.depth = text, 0, num_layers, 0
+
+    def fail(self, message: str, at: int | None = None) -> NoReturn:
+        raise LayoutError(message, self.at if at is None else at)
+
+    def peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def found(self) -> str:
+        return f"found {self.peek()!r}" if self.peek() else "found the end"
+
+    def spaces(self) -> None:
+        while self.peek().isspace():
+            self.at += 1
+
+    def take(self, pattern: re.Pattern) -> str | None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
+            return None
+        self.at = match.end()
+        return match.group()
+
+    def expect(self, char: str, context: str) -> None:
+        self.spaces()
+        if self.peek() != char:
+            self.fail(f"{self.found()}; {context} needs {char!r} here")
+        self.at += 1
+
+    def layout(self, closing: str) -> list[_Node]:
+        start, nodes = self.at, []
+        while True:
+            self.spaces()
+            if self.peek() == closing:
+                if not nodes:
+                    self.fail("the layout is empty; name at least one mixer")
+                return nodes
+            if not self.peek():
+                self.fail(f"found the end; the group that starts at position {start - 1} needs {closing!r}")
+            nodes += self.item()
+            if self.peek() and self.peek() != closing and not self.peek().isspace():
+                self.fail(f"{self.found()}; a space separates the items of a layout")
+
+    def item(self) -> list[_Node]:
+        start = self.at
+        count = self.take(self.integer)
+        if count is not None:
+            self.expect("*", f"the count {count}")
+            self.spaces()
+            if int(count) < 1:
+                self.fail("count 0; it must be at least 1", start)
+        if self.peek() == "(":
+            self.at, self.depth = self.at + 1, self.depth + 1
+            if self.depth > MAX_DEPTH:
+                self.fail(f"groups nest more than {MAX_DEPTH} deep")
+            nodes = self.layout(")")
+            self.at, self.depth = self.at + 1, self.depth - 1
+        else:
+            nodes = [self.atom()]
+        total = len(nodes) * int(count or 1)
+        if total > self.num_layers:
+            self.fail(f"{total} layers; the model has num_layers = {self.num_layers}", start)
+        return nodes * int(count or 1)
+
+    def atom(self) -> _Node:
+        start = self.at
+        name = self.take(self.word)
+        if name is None:
+            self.fail(f"{self.found()}; {suggest(self.peek(), [*NAMES, 'heads', 'mix'])}")
+        if name == "heads":
+            return self.heads(start)
+        if name == "mix":
+            return self.mix(start)
+        return self.mixer(name, start, [*NAMES, "heads", "mix"])
+
+    def mixer(self, name: str | None, at: int, allowed: list[str]) -> _Node:
+        if name is None:
+            self.fail(f"{self.found()}; {suggest(self.peek(), allowed)}")
+        if name not in NAMES:
+            nested = " (heads and mix do not nest)" if name in ("heads", "mix") else ""
+            self.fail(f"unknown mixer {show(name)}{nested}; {suggest(name, allowed)}", at)
+        return _Node(name, at, self.options())
+
+    def heads(self, start: int) -> _Node:
+        self.expect("(", "heads")
+        children, shares = [], []
+        while True:
+            self.spaces()
+            share = self.take(self.integer)
+            if share is None:
+                self.fail(f"{self.found()}; a part of heads(...) starts with its share, as 3:gdn")
+            if int(share) < 1:
+                self.fail("share 0; it must be at least 1", self.at - len(share))
+            self.expect(":", f"the share {share}")
+            self.spaces()
+            at = self.at
+            children.append(self.mixer(self.take(self.word), at, list(NAMES)))
+            shares.append(int(share))
+            self.spaces()
+            if self.peek() != ",":
+                break
+            self.at += 1
+        self.expect(")", "heads")
+        if len(children) < 2:
+            self.fail("heads takes two or more parts", start)
+        return _Node("heads", start, self.options(), tuple(children), tuple(shares))
+
+    def mix(self, start: int) -> _Node:
+        self.expect("(", "mix")
+        children = []
+        while True:
+            self.spaces()
+            at = self.at
+            children.append(self.mixer(self.take(self.word), at, list(NAMES)))
+            self.spaces()
+            if self.peek() != "+":
+                break
+            self.at += 1
+        self.expect(")", "mix")
+        if len(children) < 2:
+            self.fail("mix takes two or more mixers", start)
+        return _Node("mix", start, self.options(), tuple(children))
+
+    def options(self) -> dict[str, _Value]:
+        before = self.at
+        self.spaces()
+        if self.peek() != "[":
+            self.at = before
+            return {}
+        self.at += 1
+        options: dict[str, _Value] = {}
+        while True:
+            self.spaces()
+            start = self.at
+            key = self.take(self.word)
+            if key is None:
+                self.fail(f"{self.found()}; an option is written key=value")
+            if ALIASES.get(key, key) in [ALIASES.get(word, word) for word in options]:
+                self.fail(f"key {show(key)} is given twice", start)
+            self.expect("=", f"the key {show(key)}")
+            self.spaces()
+            at = self.at
+            text = self.take(self.value)
+            if text is None:
+                self.fail(f"{self.found()}; {show(key)} needs a value")
+            options[key] = _Value(_literal(text), at, start)
+            self.spaces()
+            if self.peek() != ",":
+                break
+            self.at += 1
+        self.expect("]", "a list of options")
+        return options
+
+
+def _literal(text: str) -> Any:
+    lowered = text.lower()
+    if lowered in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[lowered]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
+
+
+# Meaning: nodes -> configs.
+
+
+def parse_layout(layout: str, defaults: Defaults) -> tuple[Layer, ...]:
+    """The explicit layers of a layout string, one for each of `defaults.num_layers`."""
+    pattern = _Parser(layout, defaults.num_layers).layout("")
+    length, num_layers = len(pattern), defaults.num_layers
+    if num_layers % length:
+        near = [str(n) for n in (num_layers - num_layers % length, num_layers - num_layers % length + length) if n]
+        raise ValueError(
+            f"num_layers = {num_layers}; it must be a multiple of the {length} layers of the layout's pattern"
+            f" (nearest: {', '.join(near)})"
+        )
+    return tuple(_layer(node, i, defaults) for i, node in enumerate(pattern * (num_layers // length)))
+
+
+def _layer(node: _Node, index: int, defaults: Defaults) -> Layer:
+    own = _keys(node.name)
+    given = _given(node, {**LAYER_KEYS, **own})
+    values = _layer_defaults(defaults) | _overrides(node.name, defaults, LAYER_KEYS.keys() - own.keys())
+    values |= {key: value for key, value in given.items() if key not in own}
+    mixer = _mixer(node, {key: value for key, value in given.items() if key in own}, index, defaults)
+    with _placed(node):
+        return Layer(mixer=mixer, **values)
+
+
+def _layer_defaults(defaults: Defaults) -> dict[str, Any]:
+    return {name: getattr(defaults, name) for name in ("d_ff", "mlp", "norm", "norm_eps")}
+
+
+@functools.cache
+def _keys(name: str) -> dict[str, Any]:
+    """Fields that the brackets behind a name may set, with their types; the layer's come on top."""
+    cls = {"heads": Heads, "mix": Mix}.get(name) or NAMES[name]
+    hints = field_types(cls)
+    hidden = {"parts", "mixers", "slopes", "rope_scaling", "norm_eps" if cls in (Heads, Mix) else ""}
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in hidden} | DERIVED.get(cls, {})
+
+
+def _read(name: str, key: str, value: Any, hints: Mapping[str, Any]) -> tuple[str, Any]:
+    """(field, value) of an option; FieldError for its value, another ValueError for its key."""
+    field = ALIASES.get(key, key)
+    if field not in hints:
+        raise ValueError(f"unknown key {show(key)} of {name}; {suggest(key, sorted(SHORT.get(h, h) for h in hints))}")
+    try:
+        return field, fit(hints[field], value)
+    except ValueError as error:
+        raise FieldError(name, key, value, str(error)) from None
+
+
+def _overrides(name: str, defaults: Defaults, fields: Set[str]) -> dict[str, Any]:
+    hints = {**LAYER_KEYS, **_keys(name)}
+    options = dict(_read(name, key, value, hints) for key, value in defaults.overrides.get(name, {}).items())
+    return {field: value for field, value in options.items() if field in fields}
+
+
+def _given(node: _Node, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a node, by field."""
+    values = {}
+    for key, option in node.options.items():
+        try:
+            field, value = _read(node.name, key, option.value, hints)
+        except FieldError as error:
+            raise LayoutError(str(error), option.at) from None
+        except ValueError as error:
+            raise LayoutError(str(error), option.key_at) from None
+        values[field] = value
+    return values
+
+
+@contextlib.contextmanager
+def _placed(node: _Node) -> Iterator[None]:
+    """Errors of a node's config, in the words of the layout and at the place they are about."""
+    try:
+        yield
+    except LayoutError:
+        raise
+    except FieldError as error:
+        key = SHORT.get(error.field, error.field)
+        option = node.options.get(key) or node.options.get(error.field)
+        message = f"{node.name}: {key} = {show(error.value)}; it must be {error.allowed}"
+        raise LayoutError(message, option.at if option else node.at) from None
+    except ValueError as error:
+        raise LayoutError(str(error), node.at) from None
+
+
+def _mixer(node: _Node, given: dict[str, Any], index: int, defaults: Defaults) -> Mixer:
+    if node.name == "heads":
+        return _heads(node, given, index, defaults)
+    if node.name != "mix":
+        return _leaf(node, given, _Place(index, defaults.num_heads), defaults)
+    place = _Place(index, defaults.num_heads, inside=True)
+    mixers = tuple(_child(child, place, defaults) for child in node.children)
+    with _placed(node):
+        return Mix(mixers=mixers, norm_eps=defaults.norm_eps, **given)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a mixer stands, and what it gets from there."""
+
+    index: int
+    """of the layer"""
+    num_heads: int
+    kv_heads: int | None = None
+    """in heads(...): KV groups that the mixer's heads belong to; 0: they take unequal parts of them"""
+    inside: bool = False
+    """in heads(...) or mix(...)"""
+
+
+def _child(node: _Node, place: _Place, defaults: Defaults) -> Leaf:
+    """A mixer inside heads(...) or mix(...)."""
+    own = _keys(node.name)
+    for key, option in node.options.items():
+        if key in LAYER_KEYS and key not in own:
+            raise LayoutError(f"{key} is a key of the layer; write it behind heads(...) or mix(...)", option.key_at)
+        if key in ("num_heads", "expand") and place.kv_heads is not None:
+            raise LayoutError(f"heads: {key} of {node.name} follows from the share; leave it out", option.key_at)
+    return _leaf(node, _given(node, own), place, defaults)
+
+
+def _leaf(node: _Node, given: dict[str, Any], place: _Place, defaults: Defaults) -> Leaf:
+    if "expand" in given and "num_heads" in given:
+        raise LayoutError("mamba2: expand gives num_heads, so one of them is too much", node.options["expand"].key_at)
+    inherited = _keys(node.name).keys() - ({"num_heads", "expand"} if place.inside else set())
+    given = _overrides(node.name, defaults, inherited) | given
+    if node.name == "swa" and given.get("window_size") is None:
+        raise LayoutError("swa: window is missing; write swa[window=128]", node.at)
+    with _placed(node):
+        return NAMES[node.name](**_fill(node.name, given, place, defaults))
+
+
+def _fill(name: str, given: Mapping[str, Any], place: _Place, defaults: Defaults) -> dict[str, Any]:
+    """The fields of one mixer: what the layout gives, over what it inherits."""
+    cls, num_heads = NAMES[name], given.get("num_heads", place.num_heads)
+    values: dict[str, Any] = {"num_heads": num_heads, "head_dim": defaults.size, "norm_eps": defaults.norm_eps}
+    if cls is Mamba2:
+        values["head_dim"] = 64
+        if "num_heads" not in given and ("expand" in given or not place.inside):
+            values["num_heads"] = _mamba_heads(given.get("expand", 2.0), given.get("head_dim", 64), defaults.d_model)
+    elif cls in (Softmax, Lightning):
+        own = defaults.num_kv_heads or num_heads
+        values["num_kv_heads"] = own if place.kv_heads is None else place.kv_heads
+    elif cls is Gdn:
+        values["num_kv_heads"] = num_heads
+        values["num_v_heads"] = given.get("num_kv_heads", num_heads)
+    if cls is Softmax and name != "nope":
+        values["rope_theta"] = defaults.rope_theta
+    if cls is Lightning:
+        values["slopes"] = _slopes(given.get("slope_family", "geometric"), num_heads, place.index, defaults.num_layers)
+    return values | {key: value for key, value in given.items() if key not in DERIVED.get(cls, ())}
+
+
+def _mamba_heads(expand: float, head_dim: int, d_model: int) -> int:
+    heads = expand * d_model / head_dim if head_dim > 0 else 1.0  # Mamba2 itself refuses the size
+    if not (1 <= heads < 2**31 and heads == int(heads)):
+        allowed = f"a factor that takes d_model = {d_model} to a multiple of head_dim = {head_dim}"
+        raise FieldError("mamba2", "expand", expand, allowed)
+    return int(heads)
+
+
+def _slopes(slope_family: str, num_heads: int, index: int, num_layers: int) -> tuple[float, ...]:
+    if slope_family == "linear":  # fla's op: linear in the head index
+        return tuple(8 / num_heads * (1 - index / num_layers) * h for h in range(num_heads))
+    depth = 1 - index / (num_layers - 1 + 1e-5) + 1e-5  # MiniMax: ALiBi slopes times a factor that falls with depth
+    return tuple(2 ** (-8 * (h + 1) / num_heads) * depth for h in range(num_heads))
+
+
+def _heads(node: _Node, given: dict[str, Any], index: int, defaults: Defaults) -> Heads:
+    """Shares are a ratio over the query heads; the first part takes the first heads."""
+    common, unit = math.gcd(*node.shares), defaults.num_heads
+    shares = [share // common for share in node.shares]
+    total = sum(shares)
+    if unit % total:
+        ratio = ":".join(map(str, shares))
+        raise LayoutError(f"heads: shares {ratio} sum to {total}, which does not divide num_heads = {unit}", node.at)
+    parts, first = [], 0
+    for child, share in zip(node.children, shares, strict=True):
+        heads = tuple(range(first, first + share * unit // total))
+        kv_heads = _kv_groups(heads, defaults)
+        if kv_heads == 0 and NAMES[child.name] in (Softmax, Lightning) and "num_kv_heads" not in child.options:
+            raise LayoutError(
+                f"heads: heads {heads[0]}-{heads[-1]} take unequal parts of the KV groups (num_kv_heads ="
+                f" {defaults.num_kv_heads}); ragged groups are not built yet, so give {child.name} a num_kv_heads",
+                child.at,
+            )
+        place = _Place(index, len(heads), kv_heads, inside=True)
+        parts.append(HeadPart(mixer=_child(child, place, defaults), heads=heads))
+        first += len(heads)
+    with _placed(node):
+        return Heads(parts=tuple(parts), norm_eps=defaults.norm_eps, **given)
+
+
+def _kv_groups(heads: tuple[int, ...], defaults: Defaults) -> int:
+    """KV groups that these query heads belong to; 0: they take unequal parts of them."""
+    size = max(defaults.num_heads // (defaults.num_kv_heads or defaults.num_heads), 1)
+    groups = Counter(head // size for head in heads)
+    return len(groups) if len(set(groups.values())) == 1 else 0
+
+
+# And back: configs -> text.
+
+
+def format_layout(layers: tuple[Layer, ...], d_model: int) -> tuple[str, Defaults]:
+    """The shortest pattern that gives these layers, with the defaults under which it does.
+
+    Raises ValueError where a layer says more than a layout string can (a RoPE scaling, a head map out of order).
+    """
+    defaults = _common_defaults(layers, d_model)
+    words = [_layer_text(layer, i, defaults) for i, layer in enumerate(layers)]
+    length = next(n for n in range(1, len(words) + 1) if len(words) % n == 0 and words == words[:n] * (len(words) // n))
+    runs = [(word, len(list(run))) for word, run in itertools.groupby(words[:length])]
+    text = " ".join(word if count == 1 else f"{count}*{word}" for word, count in runs)
+    try:
+        same = parse_layout(text, defaults) == layers
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError("layers: they hold more than a layout string can say; write them as JSON")
+    return text, defaults
+
+
+def _common_defaults(layers: tuple[Layer, ...], d_model: int) -> Defaults:
+    def most(values: list, fallback: Any) -> Any:
+        return Counter(values).most_common(1)[0][0] if values else fallback
+
+    mixers = [leaf for layer in layers for leaf in _leaves(layer.mixer)]
+    softmax = [leaf for leaf in mixers if isinstance(leaf, Softmax)]
+    other = [leaf for leaf in mixers if not isinstance(leaf, Mamba2)]  # whose size is its own
+    headwise = [layer for layer in layers if isinstance(layer.mixer, Heads)]  # cannot say their num_heads and norm
+    counted = headwise or [layer for layer in layers if not isinstance(layer.mixer, Mamba2)]
+    composed = [layer.mixer.norm_eps for layer in layers if isinstance(layer.mixer, Heads | Mix)]
+    plain = [layer.norm_eps for layer in layers if not isinstance(layer.mixer, Heads | Mix)]
+    return Defaults(
+        d_model=d_model,
+        num_layers=len(layers),
+        num_heads=most([layer.mixer.num_heads for layer in counted], 1),
+        num_kv_heads=most([kv for layer in layers for kv in _kv_heads(layer.mixer)], None),
+        head_dim=most([leaf.head_dim for leaf in softmax or other or mixers], None),
+        d_ff=most([layer.d_ff for layer in layers], 0),
+        mlp=most([layer.mlp for layer in layers], "swiglu"),
+        norm=most([layer.norm for layer in headwise or layers], "rms"),
+        norm_eps=most(composed + plain, 1e-6),
+        rope_theta=most([leaf.rope_theta for leaf in softmax if leaf.rope_theta is not None], 10_000.0),
+    )
+
+
+def _kv_heads(mixer: Mixer) -> list[int]:
+    """KV heads that the softmax and Lightning parts of a layer would have over all of its query heads."""
+    leaves = [leaf for leaf in _leaves(mixer) if isinstance(leaf, Softmax | Lightning)]
+    if not isinstance(mixer, Heads):
+        return [leaf.num_kv_heads for leaf in leaves]
+    return [leaf.num_kv_heads * mixer.num_heads // leaf.num_heads for leaf in leaves]
+
+
+def _leaves(mixer: Mixer) -> tuple[Leaf, ...]:
+    match mixer:
+        case Heads():
+            return tuple(part.mixer for part in mixer.parts)
+        case Mix():
+            return mixer.mixers
+    return (mixer,)
+
+
+def _layer_text(layer: Layer, index: int, defaults: Defaults) -> str:
+    mixer = layer.mixer
+    if isinstance(mixer, Heads | Mix):
+        text, own = _composition_text(mixer, index, defaults), _keys(mixer.kind)
+        blank = {f.name: f.default for f in dataclasses.fields(mixer)}
+        given = {key: value for key, value in vars(mixer).items() if key in own and value != blank[key]}
+    else:
+        text, own = family(mixer), _keys(family(mixer))
+        given = _leaf_options(mixer, _Place(index, defaults.num_heads), defaults)
+    plain = {f.name: f.default for f in dataclasses.fields(layer)} | _layer_defaults(defaults)
+    given |= {key: getattr(layer, key) for key in LAYER_KEYS if key not in own and getattr(layer, key) != plain[key]}
+    return text + _options_text(given)
+
+
+def _composition_text(mixer: Heads | Mix, index: int, defaults: Defaults) -> str:
+    if isinstance(mixer, Mix):
+        place = _Place(index, defaults.num_heads, inside=True)
+        texts = [family(part) + _options_text(_leaf_options(part, place, defaults)) for part in mixer.mixers]
+        return f"mix({' + '.join(texts)})"
+    common, texts = math.gcd(*(len(part.heads) for part in mixer.parts)), []
+    for part in mixer.parts:
+        place = _Place(index, len(part.heads), _kv_groups(part.heads, defaults), inside=True)
+        options = _options_text(_leaf_options(part.mixer, place, defaults))
+        texts.append(f"{len(part.heads) // common}:{family(part.mixer)}{options}")
+    return f"heads({', '.join(texts)})"
+
+
+def _leaf_options(mixer: Leaf, place: _Place, defaults: Defaults) -> dict[str, Any]:
+    """The options that make a name this mixer: all of its fields, less each that follows from the others."""
+    if isinstance(mixer, Softmax) and mixer.rope_scaling is not None:
+        raise ValueError("layers: a layout string cannot say rope_scaling; write the layers as JSON")
+    name = family(mixer)
+    fields = vars(mixer)
+    blank = {f.name: f.default for f in dataclasses.fields(mixer)}
+
+    def fill(given: Mapping[str, Any]) -> dict[str, Any]:
+        return blank | _fill(name, given, place, defaults)
+
+    given = {key: fields[key] for key in _keys(name) if key in fields}
+    if "slopes" in fields and fill(given)["slopes"] != fields["slopes"]:
+        given["slope_family"] = "linear"
+    for key in list(given)[::-1]:
+        rest = {other: value for other, value in given.items() if other != key}
+        with contextlib.suppress(ValueError):  # Mamba-2's heads may follow from nothing
+            if fill(rest) == fields:
+                given = rest
+    return given
+
+
+def _options_text(given: Mapping[str, Any]) -> str:
+    options = [f"{SHORT.get(key, key)}={_show(value)}" for key, value in given.items()]
+    return f"[{', '.join(options)}]" if options else ""
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

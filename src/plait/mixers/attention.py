@@ -1,0 +1,151 @@
+"""The attention computation: softmax over visible keys, with windows and sinks, never T x T memory.
+
+Shapes: B rows, T queries, L keys, H query heads, G KV heads, R = H / G, E head_dim, C block size.
+
+A sink is one more key, of zero value, whose logit is s_h: an extra channel holds s_h in the query and 1 in that key
+(000, B.1). Positions below 0 mark slots of a cache that hold nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.mixers.seq import Seq
+
+MASK_ELEMENTS = 1 << 24
+"""queries are taken in blocks whose masks have at most this many entries"""
+MIN_BLOCK = 64
+
+
+def attend_naive(q_BTHE, k_BLGE, v_BLGE, q_position_BT, k_position_BL, window_size, sink_H) -> Tensor:
+    """The specification: the whole matrix of logits, an explicit mask, one softmax with the sink in its denominator."""
+    R = q_BTHE.shape[2] // k_BLGE.shape[2]
+    k_BLHE, v_BLHE = k_BLGE.repeat_interleave(R, 2), v_BLGE.repeat_interleave(R, 2)
+    wide = torch.promote_types(q_BTHE.dtype, torch.float32)
+    logits = torch.einsum("bthe,blhe->bhtl", q_BTHE.to(wide), k_BLHE.to(wide)) / math.sqrt(q_BTHE.shape[-1])
+    logits = logits.masked_fill(~_visible(q_position_BT, k_position_BL, window_size)[:, None], -math.inf)
+    if sink_H is not None:
+        logits = torch.cat((logits, sink_H.to(wide)[:, None, None].expand(*logits.shape[:3], 1)), -1)
+    weights = logits.softmax(-1)[..., : k_BLGE.shape[1]]
+    return torch.einsum("bhtl,blhe->bthe", weights, v_BLHE.to(wide)).to(v_BLGE.dtype)
+
+
+def attend(
+    q_BTHE: Tensor,
+    k_BTGE: Tensor,
+    v_BTGE: Tensor,
+    seq: Seq | None,
+    *,
+    window_size: int | None = None,
+    sink: Tensor | None = None,
+    past: tuple[Tensor, Tensor, Tensor] | None = None,
+    position_BT: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of new tokens to each other, o_BTHE, in time and memory linear in T for a fixed window.
+
+    past: keys, values and positions [B, P, ...] of the tokens just before, in order (windowed layers only; position_BT
+    are then those of the new tokens). A ragged `seq` is taken sequence by sequence.
+    """
+    if seq is not None and not seq.dense:
+        parts = zip(seq.split(q_BTHE), seq.split(k_BTGE), seq.split(v_BTGE), strict=True)
+        outs = [attend(*part, None, window_size=window_size, sink=sink) for part in parts if part[0].shape[1]]
+        return torch.cat(outs, 1)
+    T = q_BTHE.shape[1]
+    if past is None and (window_size is None or window_size >= T):
+        return _causal(q_BTHE, k_BTGE, v_BTGE, sink)
+    block = max(window_size, MIN_BLOCK)
+    if position_BT is None:
+        position_BT = torch.arange(T, device=q_BTHE.device)[None]
+    first_k, first_v, first_position = k_BTGE[:, :block], v_BTGE[:, :block], position_BT[:, :block]
+    if past is not None:
+        first_k = torch.cat((past[0].to(first_k.dtype), first_k), 1)
+        first_v = torch.cat((past[1].to(first_v.dtype), first_v), 1)
+        first_position = torch.cat((past[2], first_position), 1)
+    first = attend_masked(
+        q_BTHE[:, :block], first_k, first_v, position_BT[:, :block], first_position, window_size, sink
+    )
+    if block >= T:
+        return first
+    return torch.cat((first, _banded(q_BTHE, k_BTGE, v_BTGE, window_size, block, sink)), 1)
+
+
+def attend_masked(q_BTHE, k_BLGE, v_BLGE, q_position_BT, k_position_BL, window_size, sink_H) -> Tensor:
+    """Any positions of queries and keys, a block of queries at a time."""
+    B, T, H, E = q_BTHE.shape
+    L, G = k_BLGE.shape[1:3]
+    k_BLGE, v_BLGE = k_BLGE.to(q_BTHE.dtype), v_BLGE.to(q_BTHE.dtype)
+    step = max(1, MASK_ELEMENTS // (len(q_position_BT) * (H // G) * L))
+    outs = []
+    for start in range(0, T, step):
+        q = q_BTHE[:, start : start + step]
+        mask = _visible(q_position_BT[:, start : start + step], k_position_BL, window_size)
+        outs.append(_grouped_sdpa(q, k_BLGE, v_BLGE, mask, sink_H))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def _visible(q_position_BT: Tensor, k_position_BL: Tensor, window_size: int | None) -> Tensor:
+    """mask_BTL of the keys each query sees."""
+    q, k = q_position_BT[:, :, None], k_position_BL[:, None, :]
+    mask = (k <= q) & (k >= 0)
+    return mask if window_size is None else mask & (k > q - window_size)
+
+
+def _causal(q_BTHE, k_BTGE, v_BTGE, sink_H) -> Tensor:
+    """Plain causal attention. With a sink, a dummy query in front keeps rows and columns aligned with its key."""
+    scale = q_BTHE.shape[-1] ** -0.5
+    if sink_H is not None:
+        q_BTHE, k_BTGE, v_BTGE = _add_sink(q_BTHE, k_BTGE, v_BTGE, sink_H)
+        q_BTHE = F.pad(q_BTHE, (0, 0, 0, 0, 1, 0))
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTGE, v_BTGE))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    o = o.transpose(1, 2)
+    return o if sink_H is None else o[:, 1:, :, : -_SINK_CHANNELS]
+
+
+def _banded(q_BTHE, k_BTGE, v_BTGE, window_size: int, block: int, sink_H) -> Tensor:
+    """Queries from the second block on: each block sees itself and the block before (block >= window)."""
+    B, T, H, E = q_BTHE.shape
+    padding = -T % block
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block)) for x in (q_BTHE, k_BTGE, v_BTGE))
+    k, v = (torch.cat((x[:, :-1], x[:, 1:]), 2).flatten(0, 1) for x in (k, v))
+    i = torch.arange(block, device=q.device)
+    mask = _visible(block + i[None], torch.arange(2 * block, device=q.device)[None], window_size)
+    o = _grouped_sdpa(q[:, 1:].flatten(0, 1), k, v, mask, sink_H)
+    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - block]
+
+
+def _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, mask_BTL, sink_H) -> Tensor:
+    """SDPA under a mask, the R query heads of a KV head folded into its queries so that keys are not repeated."""
+    B, T, H, E = q_BTHE.shape
+    G = k_BLGE.shape[2]
+    R = H // G
+    if sink_H is not None:
+        q_BTHE, k_BLGE, v_BLGE = _add_sink(q_BTHE, k_BLGE, v_BLGE, sink_H)
+        mask_BTL = F.pad(mask_BTL, (1, 0), value=True)
+    q = q_BTHE.unflatten(2, (G, R)).transpose(1, 2).flatten(2, 3)  # B, G, T * R, E
+    mask = mask_BTL.repeat_interleave(R, 1)[:, None]
+    o = F.scaled_dot_product_attention(
+        q, k_BLGE.transpose(1, 2), v_BLGE.transpose(1, 2), attn_mask=mask, scale=E**-0.5
+    )
+    o = o.unflatten(2, (T, R)).transpose(1, 2).flatten(2, 3)
+    return o[..., :E]
+
+
+_SINK_CHANNELS = 8
+"""one holds the sink; the others keep head sizes multiples of eight, as fast kernels want"""
+
+
+def _add_sink(q_BTHE, k_BLGE, v_BLGE, sink_H) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tensors with extra channels, and the sink's key in front."""
+    B, T, H, E = q_BTHE.shape
+    logit = (sink_H * math.sqrt(E)).to(q_BTHE.dtype)[:, None].expand(B, T, H, 1)
+    q = torch.cat((q_BTHE, F.pad(logit, (0, _SINK_CHANNELS - 1))), -1)
+    k, v = (F.pad(x, (0, _SINK_CHANNELS, 0, 0, 1, 0)) for x in (k_BLGE, v_BLGE))
+    one = torch.zeros_like(k[:1, :1, :1])
+    one[..., E] = 1
+    sink_key = F.pad(one.expand(k.shape[0], 1, k.shape[2], -1), (0, 0, 0, 0, 0, k.shape[1] - 1))
+    return q, k + sink_key, v

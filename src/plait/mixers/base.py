@@ -1,0 +1,120 @@
+"""The mixer contract: what every token mixer takes, gives and keeps.
+
+Shapes: B rows, T tokens, D = d_model, H output heads, V value size of a head, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from plait.mixers.seq import Seq
+
+Backend = Literal["naive", "torch"]
+BACKENDS: tuple[Backend, ...] = ("naive", "torch")
+
+
+class Tap(nn.Module):
+    """A named point of the computation: an identity that probes hook to read or to write.
+
+    A hook gets the tensor in the form mixers see, and the Seq that tells where its tokens belong.
+    """
+
+    def forward(self, x: Tensor, seq: Seq) -> Tensor:
+        return x
+
+
+class Taps(nn.Module):
+    """The named points of one module; parameter-free, so checkpoints do not see them."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        for name in names:
+            self.add_module(name, Tap())
+
+
+class State:
+    """What a mixer keeps of each sequence: a dataclass of buffers [S, ...] owned by the cache, mutated in place."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                yield f.name, value
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """A state of the same kind with fn of every buffer."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        for name, value in self.tensors():
+            setattr(new, name, fn(value))
+        return new
+
+    def row(self, s: int) -> Self:
+        """Views of one sequence; writing to them writes here."""
+        return self.map(lambda buffer: buffer[s : s + 1])
+
+    def reset(self) -> None:
+        for _, buffer in self.tensors():
+            buffer.zero_()
+
+    def why_not_crop(self, length: int, longest: int) -> str | None:
+        """Why rows of up to `longest` tokens cannot go back to `length`; None if they can."""
+        raise NotImplementedError
+
+
+class RecurrentState(State):
+    """A state that has no way back."""
+
+    def why_not_crop(self, length: int, longest: int) -> str | None:
+        return None if length >= longest else "a recurrent state cannot be rolled back"
+
+
+class Mixer(nn.Module):
+    """y_BTD = project(heads(x_BTD)); compositions call the two halves of their parts themselves.
+
+    A subclass builds itself from (config, d_model), fills `taps` with the points it has and defines heads, project,
+    init_weights and new_state. Feeding a sequence in pieces through `state` equals feeding it whole.
+    """
+
+    POINTS: tuple[str, ...] = ("heads", "out")
+
+    def __init__(self):
+        super().__init__()
+        self.backend: Backend = "torch"
+        self.taps = Taps(*self.POINTS)
+
+    def forward(self, x_BTD: Tensor, state: State | None, seq: Seq) -> tuple[Tensor, State | None]:
+        o_BTHV, state = self.heads(x_BTD, state, seq)
+        y_BTD = self.project(self.taps.heads(o_BTHV, seq))
+        return self.taps.out(y_BTD, seq), state
+
+    def heads(self, x_BTD: Tensor, state: State | None, seq: Seq) -> tuple[Tensor, State | None]:
+        """Output of every head, [B, T, H, V], and the state after these tokens (the same object, mutated)."""
+        raise NotImplementedError
+
+    def project(self, o_BTHV: Tensor) -> Tensor:
+        """Head outputs to the residual stream, [B, T, D]."""
+        return self.o(o_BTHV.flatten(-2))
+
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Initialize every parameter in place, drawing from `generator` in a fixed order."""
+        raise NotImplementedError
+
+    def new_state(self, batch: int, max_length: int, *, dtype: torch.dtype, device: torch.device) -> State:
+        """Buffers for `batch` sequences of up to `max_length` tokens; `dtype` is that of keys, values and activations."""
+        raise NotImplementedError
+
+
+def linear(d_in: int, d_out: int, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(d_in, d_out, bias=bias)
+
+
+def init_linear(module: nn.Linear, std: float, generator: torch.Generator) -> None:
+    module.weight.normal_(0, std, generator=generator)
+    if module.bias is not None:
+        module.bias.zero_()

@@ -1,0 +1,378 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): token by token, one step, and in chunks with its own backward.
+
+    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t / sqrt(K)
+
+q and k come L2-normalized; g <= 0 is a log decay; beta lies in [0, 2). Query head h reads state h // G: grouped
+queries share a state.
+
+Inside a chunk of C tokens that starts from the state S, let b = cumsum(g) and D_ts = exp(b_t - b_s) for s <= t, else
+0. The tokens write U = T R into the state, where R = beta V + K' S with K' = -beta exp(b) K, T = (I - L)^-1 and L is
+the strictly lower part of -beta D * K K^T. Then
+
+    O  = Q' S + M U                Q' = exp(b) Q / sqrt(K),    M = D * Q K^T / sqrt(K)
+    S' = P S + X^T beta V          P = exp(b_C) I + X^T K',    X = T^T (exp(b_C - b) K)
+
+so one product a chunk carries the state, and all else is batched over the chunks. P is a product of contractions, so
+the products of many do not grow. T comes by substitution: a Neumann series in L cancels catastrophically when keys
+repeat. Backwards the state's gradient goes the same way, dS = P^T dS' + Q'^T dO + K'^T T^T M^T dO.
+
+Shapes: B rows, T tokens a row, S states a row, H = S * G query heads, K key size, V value size, C chunk size,
+N = chunks * states, R = G * C queries that read a chunk, E = sequences * states.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from plait.mixers.seq import Chunks, Seq
+
+LOG2_E = 1.4426950408889634
+# beta = 0 is computed as this, so that its gradient can be a quotient. Far below the rounding of float64.
+TINY = 1e-20
+
+
+def delta_naive(
+    q_BTHK: Tensor,
+    k_BTSK: Tensor,
+    v_BTSV: Tensor,
+    g_BTS: Tensor,
+    beta_BTS: Tensor,
+    state_BSKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The specification, token by token: (o_BTHV in v's dtype, state_BSKV in fp32, or fp64 for fp64 inputs)."""
+    dtype = v_BTSV.dtype
+    q, k, v, g, beta, state = _widen(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV)
+    q = q.unflatten(2, (k.shape[2], -1)) * k.shape[-1] ** -0.5  # B, T, S, G, K
+    outputs = []
+    with torch.autocast(q.device.type, enabled=False):
+        for t in range(q.shape[1]):
+            state = state * g[:, t, :, None, None].exp()
+            old_BSV = torch.einsum("bsk,bskv->bsv", k[:, t], state)
+            new_BSV = beta[:, t, :, None] * (v[:, t] - old_BSV)
+            state = state + k[:, t, :, :, None] * new_BSV[:, :, None, :]
+            outputs.append(torch.einsum("bsgk,bskv->bsgv", q[:, t], state))
+    o_BTHV = torch.stack(outputs, 1).flatten(2, 3) if outputs else v.new_empty(*q_BTHK.shape[:3], v.shape[-1])
+    return o_BTHV.to(dtype), state
+
+
+def delta_step(
+    q_B1HK: Tensor,
+    k_B1SK: Tensor,
+    v_B1SV: Tensor,
+    g_B1S: Tensor,
+    beta_B1S: Tensor,
+    state_BSKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token: (o_B1HV, state_BSKV). Reads the state once for key and queries; waits for nothing on the host."""
+    dtype = v_B1SV.dtype
+    q, k, v, g, beta, state = _widen(q_B1HK, k_B1SK, v_B1SV, g_B1S, beta_B1S, state_BSKV)
+    k_BSK, v_BSV, beta_BS1 = k[:, 0], v[:, 0], beta[:, 0, :, None]
+    q_BSGK = q[:, 0].unflatten(1, (k.shape[2], -1)) * k.shape[-1] ** -0.5
+    decay_BS11 = g[:, 0, :, None, None].exp()
+    with torch.autocast(q.device.type, enabled=False):
+        reads = torch.cat((k_BSK[:, :, None], q_BSGK), 2) @ state * decay_BS11  # B, S, 1 + G, V
+        new_BS1V = (beta_BS1 * (v_BSV - reads[:, :, 0]))[:, :, None]
+        state = torch.addcmul(state * decay_BS11, k_BSK[..., None], new_BS1V)
+        o_BSGV = torch.addcmul(reads[:, :, 1:], q_BSGK @ k_BSK[..., None], new_BS1V)
+    return o_BSGV.flatten(1, 2)[:, None].to(dtype), state
+
+
+def delta_chunk(
+    q_BTHK: Tensor,
+    k_BTSK: Tensor,
+    v_BTSV: Tensor,
+    g_BTS: Tensor,
+    beta_BTS: Tensor,
+    state_BSKV: Tensor | None,
+    seq: Seq,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """In chunks: (o_BTHV in v's dtype, state in fp32, or fp64 for fp64 inputs), differentiable once.
+
+    Dense rows, or packed sequences [1, N, ...] with one state for each, in the order of the sequences. On CUDA the
+    products of bf16 inputs run in bf16 with fp32 accumulation; gates, decays, the triangular inverse and the states
+    stay in fp32.
+    """
+    if chunk_size < 16 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size: {chunk_size}; it must be a power of two, at least 16")
+    longest = max(seq.lengths)
+    while chunk_size > 16 and chunk_size >= 2 * longest:
+        chunk_size //= 2
+    if state_BSKV is None:
+        shape = (seq.num_sequences, k_BTSK.shape[2], k_BTSK.shape[3], v_BTSV.shape[3])
+        state_BSKV = v_BTSV.new_zeros(shape, dtype=_wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS))
+    return _DeltaChunk.apply(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, seq.chunks(chunk_size))
+
+
+def _wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """At least fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _widen(
+    q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g_BTS: Tensor, beta_BTS: Tensor, state_BSKV: Tensor | None
+) -> list[Tensor]:
+    inputs = (q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
+    dtype = _wide_dtype(*inputs)
+    if state_BSKV is None:
+        state_BSKV = v_BTSV.new_zeros(*k_BTSK.shape[::2], k_BTSK.shape[3], v_BTSV.shape[3], dtype=dtype)
+    return [x.to(dtype) for x in (*inputs, state_BSKV)]
+
+
+class _Chunked(NamedTuple):
+    """One call's chunks: operands in the working dtype, gates in fp32 or fp64. D and the reads carry the 1/sqrt(K)."""
+
+    q_NRK: Tensor
+    k_NCK: Tensor
+    v_NCV: Tensor
+    beta_NC1: Tensor
+    decay_NCC: Tensor
+    """D / sqrt(K): from token s to token t of the chunk"""
+    enter_NC1: Tensor
+    """exp(b): from the start of the chunk to token t"""
+    leave_NC1: Tensor
+    """exp(b_C - b): from token t to the end of the chunk"""
+    scale: float
+    rows: list[int]
+    """chunks * states of each step of the scan"""
+
+    @staticmethod
+    def build(
+        q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g_BTS: Tensor, beta_BTS: Tensor, chunks: Chunks
+    ) -> _Chunked:
+        wide = _wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
+        bf16 = q_BTHK.is_cuda and all(x.dtype == torch.bfloat16 for x in (q_BTHK, k_BTSK, v_BTSV))
+        work = torch.bfloat16 if bf16 else wide
+        S, scale = k_BTSK.shape[2], k_BTSK.shape[3] ** -0.5
+        # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits. Base 2 because
+        # exp of large negative numbers is 30 times slower than exp2 on a CPU.
+        sum_NC = (_pack(g_BTS, torch.float64, S, chunks) * LOG2_E).cumsum(-1)
+        steps_NCC = (sum_NC[:, :, None] + math.log2(scale) - sum_NC[:, None, :]).to(wide)
+        return _Chunked(
+            q_NRK=_pack(q_BTHK, work, S, chunks),
+            k_NCK=_pack(k_BTSK, work, S, chunks),
+            v_NCV=_pack(v_BTSV, work, S, chunks),
+            beta_NC1=_pack(beta_BTS, wide, S, chunks).clamp(min=TINY)[..., None],
+            decay_NCC=steps_NCC.clamp_(max=0).exp2_().tril_(),
+            enter_NC1=sum_NC.exp2().to(wide)[..., None],
+            leave_NC1=(sum_NC[:, -1:] - sum_NC).exp2().to(wide)[..., None],
+            scale=scale,
+            rows=[count * S for count in chunks.counts],
+        )
+
+    def erase_(self, kk_NCC: Tensor) -> Tensor:
+        """K K^T becomes L in place; likewise their gradients, from L's to K K^T's."""
+        return kk_NCC.mul_(self.decay_NCC).mul_(self.beta_NC1 / -self.scale).tril_(-1)
+
+    def mix_(self, qk_NRC: Tensor) -> Tensor:
+        """Q K^T becomes M in place; likewise their gradients."""
+        return _mul_rows_(qk_NRC, self.decay_NCC)
+
+    def read_(self, q_NRK: Tensor) -> Tensor:
+        """Q becomes Q' in place; likewise their gradients, and outputs."""
+        return _mul_rows_(q_NRK, self.enter_NC1 * self.scale)
+
+    def erase_start_(self, k_NCK: Tensor) -> Tensor:
+        """K becomes K' in place; likewise their gradients."""
+        return k_NCK.mul_(self.enter_NC1 * -self.beta_NC1)
+
+    def transfer(self, inverse_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """K', X and P from T."""
+        old_NCK = self.erase_start_(self.k_NCK.clone())
+        x_NCK = torch.bmm((inverse_NCC * self.leave_NC1).to(self.k_NCK.dtype).mT, self.k_NCK)
+        p_NKK = _mm(x_NCK.mT, old_NCK)
+        p_NKK.diagonal(dim1=1, dim2=2).add_(self.enter_NC1[:, -1])
+        return old_NCK, x_NCK, p_NKK
+
+
+class _DeltaChunk(torch.autograd.Function):
+    """Saves its inputs, T, U and the state each chunk starts from; recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx, q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, chunks):
+        with torch.autocast(q_BTHK.device.type, enabled=False):
+            x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
+            work = x.k_NCK.dtype
+            inverse_NCC = _unit_inverse(x.erase_(_mm(x.k_NCK, x.k_NCK.mT))).to(work)
+            old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
+            r_NCV = x.beta_NC1 * x.v_NCV
+            w_NKV = _mm(x_NCK.mT, r_NCV.to(work))
+            first_EKV = chunks.sort(state_BSKV).flatten(0, 1).to(w_NKV.dtype)
+            start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows)
+            start_NKV = start_NKV.to(work)
+            u_NCV = torch.bmm(inverse_NCC, _add_mm(r_NCV, old_NCK, start_NKV).to(work))
+            o_NRV = x.read_(_mm(x.q_NRK, start_NKV))
+            o_NRV = _add_mm(o_NRV, x.mix_(_mm(x.q_NRK, x.k_NCK.mT)).to(work), u_NCV)
+        ctx.chunks = chunks
+        ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV)
+        last_BSKV = chunks.unsort(last_EKV.view(state_BSKV.shape))
+        return _unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do_BTHV, dlast_BSKV):
+        *inputs, inverse_NCC, start_NKV, u_NCV = ctx.saved_tensors
+        chunks = ctx.chunks
+        with torch.autocast(do_BTHV.device.type, enabled=False):
+            x = _Chunked.build(*inputs, chunks)
+            work = x.k_NCK.dtype
+            do_NRV = _pack(do_BTHV, work, inputs[1].shape[2], chunks)
+            mix_NRC = x.mix_(_mm(x.q_NRK, x.k_NCK.mT))
+            old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
+
+            # dR from the outputs of the chunk, then dS across the chunks, then the rest of dR.
+            dr_NCV = _mm(inverse_NCC.mT, torch.bmm(mix_NRC.to(work).mT, do_NRV))
+            dw_NKV = _mm(x.read_(x.q_NRK.clone()).mT, do_NRV)
+            dw_NKV = _add_mm(dw_NKV, old_NCK.mT, dr_NCV.to(work))
+            dlast_EKV = chunks.sort(dlast_BSKV).flatten(0, 1)
+            dfirst_EKV, dend_NKV = scan_back(dlast_EKV, p_NKK, dw_NKV, x.rows)
+            dend_NKV = dend_NKV.to(work)
+            dr_NCV = _add_mm(dr_NCV, x_NCK, dend_NKV)
+
+            dq, dk, dg = _grad_qkg(x, mix_NRC, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
+            dbeta = (dr_NCV * u_NCV).sum(-1) / x.beta_NC1[..., 0]
+            dv = dr_NCV.mul_(x.beta_NC1)
+        grads = [
+            _unpack(grad, like.shape[2], like.dtype, chunks)
+            for grad, like in zip((dq, dk, dv, dg, dbeta), inputs, strict=True)
+        ]
+        return *grads, chunks.unsort(dfirst_EKV.view(dlast_BSKV.shape)), None
+
+
+def _grad_qkg(
+    x: _Chunked,
+    mix_NRC: Tensor,
+    start_NKV: Tensor,
+    u_NCV: Tensor,
+    do_NRV: Tensor,
+    dr_NCV: Tensor,
+    dend_NKV: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_NRK, dk_NCK, dg_NC from M, S, U and the gradients of O, R and S'. Overwrites M."""
+    work, C = x.k_NCK.dtype, x.k_NCK.shape[1]
+
+    # Through the states: entering (rows t of D from the chunk's start) and leaving.
+    dq_NRK = x.read_(_mm(do_NRV, start_NKV.mT))
+    dk_NCK = x.erase_start_(_mm(dr_NCV, start_NKV.mT))
+    enter_NC = (x.k_NCK * dk_NCK).sum(-1) + (x.q_NRK * dq_NRK).sum(-1).unflatten(1, (-1, C)).sum(1)
+    dk_leave_NCK = _mm(u_NCV, dend_NKV.mT).mul_(x.leave_NC1)
+    leave_NC = (x.k_NCK * dk_leave_NCK).sum(-1)
+    keep_N = (start_NKV * dend_NKV).flatten(1).sum(-1, dtype=enter_NC.dtype) * x.enter_NC1[:, -1, 0]
+    dk_NCK += dk_leave_NCK
+
+    # Between tokens t >= s of the chunk. The gradient of b_t - b_s is that of D_ts times D_ts, so db is row sums
+    # minus column sums. (q dq - k dk is the same sum, but in bf16 what should cancel there has been rounded apart.)
+    dqk_NRC = _mm(do_NRV, u_NCV.mT)
+    pairs_NRC = mix_NRC.mul_(dqk_NRC)
+    dqk_NRC = x.mix_(dqk_NRC).to(work)
+    dkk_NCC = x.erase_(_mm(dr_NCV, u_NCV.mT))
+    erased_NCC = _mm(x.k_NCK, x.k_NCK.mT).mul_(dkk_NCC)
+    dq_NRK = _add_mm(dq_NRK, dqk_NRC, x.k_NCK)
+    dk_NCK = _add_mm(dk_NCK, dqk_NRC.mT, x.q_NRK)
+    dk_NCK = _add_mm(dk_NCK, (dkk_NCC + dkk_NCC.mT).to(work), x.k_NCK)
+
+    # g_t moves b of every token from t on, and what leaves the chunk from all before.
+    rows_NC = enter_NC + pairs_NRC.sum(-1).unflatten(1, (-1, C)).sum(1) + erased_NCC.sum(-1)
+    columns_NC = leave_NC + pairs_NRC.sum(1) + erased_NCC.sum(1)
+    db_NC = (rows_NC - columns_NC).flip(-1).cumsum(-1).flip(-1)
+    return dq_NRK, dk_NCK, db_NC + (leave_NC.sum(-1) + keep_N)[:, None]
+
+
+def _pack(x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks) -> Tensor:
+    """x_BTH* -> [N, G * C, *]: the G queries of a state lie one after the other."""
+    x = chunks.pack(x_BTH.to(dtype))
+    return x.reshape(x.shape[0] * num_states, -1, *x.shape[3:])
+
+
+def _unpack(y: Tensor, num_heads: int, dtype: torch.dtype, chunks: Chunks) -> Tensor:
+    """The inverse of _pack."""
+    return chunks.unpack(y.to(dtype).view(-1, num_heads, chunks.size, *y.shape[2:]))
+
+
+def _mul_rows_(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
+    """Multiply, in place, the rows of all queries by something each token has once."""
+    x_NRX.unflatten(1, (-1, gate_NCX.shape[1])).mul_(gate_NCX[:, None])
+    return x_NRX
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product in at least fp32."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else torch.bmm(a, b)
+
+
+def _add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c + a b, in the place of c where that saves a copy."""
+    return torch.baddbmm(c, a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
+
+
+def _unit_inverse(lower_NCC: Tensor) -> Tensor:
+    """(I - L)^-1 for strictly lower L, by substitution: rows inside blocks of 16, then blocks in pairs."""
+    blocks_16 = _diagonal_blocks(lower_NCC, 16).permute(2, 3, 0, 1).contiguous()
+    inverse_16 = torch.eye(16, dtype=lower_NCC.dtype, device=lower_NCC.device)[..., None, None].repeat(
+        1, 1, *blocks_16.shape[2:]
+    )
+    for i in range(15):
+        inverse_16[i + 1 :, : i + 1].addcmul_(blocks_16[i + 1 :, i, None], inverse_16[i, None, : i + 1])
+    inverse_NCC = torch.zeros_like(lower_NCC)
+    _diagonal_blocks(inverse_NCC, 16).copy_(inverse_16.permute(2, 3, 0, 1))
+    size = 16
+    while size < lower_NCC.shape[-1]:
+        low, inv = _diagonal_blocks(lower_NCC, 2 * size), _diagonal_blocks(inverse_NCC, 2 * size)
+        corner = inv[..., size:, size:] @ (low[..., size:, :size] @ inv[..., :size, :size])
+        inv[..., size:, :size] = corner
+        size *= 2
+    return inverse_NCC
+
+
+def _diagonal_blocks(x_NCC: Tensor, size: int) -> Tensor:
+    """A view [N, C / size, size, size]."""
+    blocks = x_NCC.unflatten(2, (-1, size)).unflatten(1, (-1, size))
+    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+
+
+@torch.library.custom_op("plait::scan", mutates_args=())
+def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    """S <- P S + W over the steps of a scan: the state before each chunk [N, K, V] and the last of each sequence [E, K, V].
+
+    rows: how many states take part in each step, falling; they are the first ones. One opaque operator, so that a
+    compiled graph does not grow with the length.
+    """
+    states = torch.cat((first_EKV, w_NKV))
+    blocks = states.split([first_EKV.shape[0], *rows])
+    for n, p, before, after in zip(rows, p_NKK.split(rows), blocks, blocks[1:], strict=False):
+        after.baddbmm_(p, before[:n])
+    if all(n == len(first_EKV) for n in rows):
+        return states[: len(w_NKV)], states[len(w_NKV) :].clone()
+    # Sequences are sorted by falling length: of each block the first go on and the others are at their end.
+    blocks = [block.split([n, len(block) - n]) for block, n in zip(blocks, [*rows, 0], strict=True)]
+    return torch.cat([going for going, _ in blocks]), torch.cat([ended for _, ended in reversed(blocks)])
+
+
+@torch.library.custom_op("plait::scan_back", mutates_args=())
+def scan_back(dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    """The scan's gradient: dS <- P^T dS + dW against the steps. Gives that of first [E, K, V] and of every chunk's
+    outgoing state [N, K, V]."""
+    sizes = [len(dlast_EKV), *rows]
+    ended = [size - n for size, n in zip(sizes, [*rows, 0], strict=True)]
+    pieces = zip(dw_NKV.split([*rows, 0]), reversed(dlast_EKV.split(ended[::-1])), strict=True)
+    states = torch.cat([piece for pair in pieces for piece in pair])
+    blocks = states.split(sizes)
+    steps = list(zip(rows, p_NKK.split(rows), blocks, blocks[1:], strict=False))
+    for n, p, before, after in reversed(steps):
+        before[:n].baddbmm_(p.mT, after)
+    return blocks[0].clone(), states[len(dlast_EKV) :]
+
+
+@scan.register_fake
+def _(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(w_NKV), torch.empty_like(first_EKV)
+
+
+@scan_back.register_fake
+def _(dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dlast_EKV), torch.empty_like(dw_NKV)

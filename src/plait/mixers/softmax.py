@@ -1,0 +1,180 @@
+"""Softmax attention as a mixer: projections, positions, norms, gate, and its cache of keys and values.
+
+Shapes: B rows, T tokens, D = d_model, H query heads, G KV heads, E head_dim, S sequences, L slots of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plait.config import Softmax
+from plait.mixers.attention import attend, attend_masked, attend_naive
+from plait.mixers.base import Mixer, State, init_linear, linear
+from plait.mixers.norm import Norm
+from plait.mixers.seq import Seq
+from plait.positions import apply_rope, logn_scale, rope_tables
+
+
+@dataclass
+class KeyValues(State):
+    """Keys and values of the tokens so far; with a window, a ring in which position p lies in slot p mod L."""
+
+    k_SLGE: Tensor
+    v_SLGE: Tensor
+    window_size: int | None
+
+    @property
+    def size(self) -> int:
+        return self.k_SLGE.shape[1]
+
+    def write(self, k_BTGE: Tensor, v_BTGE: Tensor, position_BT: Tensor) -> None:
+        """Keep these tokens of every row; of more than fit in a ring, the last."""
+        if self.window_size is not None:
+            k_BTGE, v_BTGE, position_BT = (x[:, -self.size :] for x in (k_BTGE, v_BTGE, position_BT))
+            position_BT = position_BT % self.size
+        rows = torch.arange(len(position_BT), device=position_BT.device)[:, None]
+        self.k_SLGE[rows, position_BT] = k_BTGE.detach().to(self.k_SLGE.dtype)
+        self.v_SLGE[rows, position_BT] = v_BTGE.detach().to(self.v_SLGE.dtype)
+
+    def slot_positions(self, count_S1: Tensor) -> Tensor:
+        """Position held by each slot of a ring after `count` tokens, [S, L]; below 0: none."""
+        slots = torch.arange(self.size, device=count_S1.device)
+        return count_S1 - 1 - (count_S1 - 1 - slots) % self.size
+
+    def history(self, count_S1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The ring unrolled: keys, values and positions of the last L tokens in order of time."""
+        position_SL = count_S1 - self.size + torch.arange(self.size, device=count_S1.device)
+        rows = torch.arange(len(count_S1), device=count_S1.device)[:, None]
+        slots = position_SL % self.size
+        return self.k_SLGE[rows, slots], self.v_SLGE[rows, slots], position_SL
+
+    def why_not_crop(self, length: int, longest: int) -> str | None:
+        if self.window_size is None or longest <= self.size:
+            return None
+        # The next query needs the window_size - 1 tokens before it; a ring that has wrapped holds the last L.
+        most = longest - (self.size - self.window_size) - 1
+        return None if length >= most else f"a window of {self.window_size} tokens no longer holds what came before"
+
+
+class SoftmaxAttention(Mixer):
+    POINTS = ("q", "k", "v", "heads", "out")
+
+    def __init__(self, config: Softmax, d_model: int):
+        super().__init__()
+        self.config = config
+        H, G, E = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q = linear(d_model, H * E)
+        self.k = linear(d_model, G * E)
+        self.v = linear(d_model, G * E)
+        self.o = linear(H * E, d_model)
+        self.gate = linear(d_model, H * E) if config.output_gate else None
+        sizes = {None: None, "head": (E, E), "full": (H * E, G * E)}[config.qk_norm]
+        self.q_norm = Norm("rms", sizes[0], config.norm_eps) if sizes else None
+        self.k_norm = Norm("rms", sizes[1], config.norm_eps) if sizes else None
+        self.sink = nn.Parameter(torch.empty(H)) if config.sink else None
+
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        for module in (self.q, self.k, self.v, self.o, self.gate):
+            if module is not None:
+                init_linear(module, std, generator)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.init_weights()
+        if self.sink is not None:
+            self.sink.zero_()
+
+    def new_state(self, batch: int, max_length: int, *, dtype: torch.dtype, device: torch.device) -> KeyValues:
+        config = self.config
+        size = min(max_length, config.window_size or max_length)
+        shape = (batch, size, config.num_kv_heads, config.head_dim)
+        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")
+        return KeyValues(k, v, config.window_size)
+
+    def heads(self, x_BTD: Tensor, state: KeyValues | None, seq: Seq) -> tuple[Tensor, KeyValues | None]:
+        q, k, v = self._qkv(x_BTD, seq)
+        if self.backend == "naive":
+            o = self._naive(q, k, v, state, seq)
+        elif state is None:
+            o = attend(q, k, v, seq, window_size=self.config.window_size, sink=self.sink)
+        elif seq.dense:
+            o = self._cached(q, k, v, state, seq.position_BT, seq.max_past)
+        else:
+            o = self._rows(q, k, v, state, seq, lambda *args: self._cached(*args, seq.max_past))
+        if self.gate is not None:
+            o = o * torch.sigmoid(self.gate(x_BTD)).view_as(o)
+        return o, state
+
+    def _qkv(self, x_BTD: Tensor, seq: Seq) -> tuple[Tensor, Tensor, Tensor]:
+        config, E = self.config, self.config.head_dim
+        q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD).unflatten(-1, (-1, E))
+        if config.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.unflatten(-1, (-1, E)), k.unflatten(-1, (-1, E))
+        if config.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.rope_theta is not None:
+            key = ("rope", config.rotary_dim, config.rope_theta, config.rope_scaling, x_BTD.dtype)
+            cos, sin = seq.once(key, lambda: rope_tables(config, seq.position_BT, x_BTD.dtype))
+            q = apply_rope(q, cos, sin, config.rope_interleaved)
+            k = apply_rope(k, cos, sin, config.rope_interleaved)
+        if config.logn is not None:
+            key = ("logn", config.logn, config.logn_base, x_BTD.dtype)
+            scale_BT = seq.once(key, lambda: logn_scale(config, seq.position_BT, x_BTD.dtype))
+            q = (q * scale_BT[..., None, None]).to(q.dtype)
+        return self.taps.q(q, seq), self.taps.k(k, seq), self.taps.v(v, seq)
+
+    def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, max_past: int) -> Tensor:
+        """Dense rows that may be at different lengths: attend to what the cache holds and to the new tokens."""
+        window, T = self.config.window_size, q.shape[1]
+        if window is None:
+            state.write(k, v, position_BT)
+            bound = state.size if T == 1 else max_past + T  # a single step must not depend on a changing number
+            slots = torch.arange(bound, device=q.device)
+            return attend_masked(
+                q, state.k_SLGE[:, :bound], state.v_SLGE[:, :bound], position_BT, slots[None], None, self.sink
+            )
+        if T == 1:
+            state.write(k, v, position_BT)
+            positions = state.slot_positions(position_BT + 1)
+            return attend_masked(q, state.k_SLGE, state.v_SLGE, position_BT, positions, window, self.sink)
+        past = state.history(position_BT[:, :1])
+        o = attend(q, k, v, None, window_size=window, sink=self.sink, past=past, position_BT=position_BT)
+        state.write(k, v, position_BT)
+        return o
+
+    def _rows(self, q, k, v, state: KeyValues, seq: Seq, fn) -> Tensor:
+        """fn on every sequence of a ragged batch by itself."""
+        parts = zip(seq.split(q), seq.split(k), seq.split(v), seq.split(seq.position_BT), strict=True)
+        outs = [
+            fn(q_1, k_1, v_1, state.row(s), pos_1) for s, (q_1, k_1, v_1, pos_1) in enumerate(parts) if q_1.shape[1]
+        ]
+        return torch.cat(outs, 1)
+
+    def _naive(self, q, k, v, state: KeyValues | None, seq: Seq) -> Tensor:
+        """Row by row, with every key and an explicit mask."""
+
+        def one(q_1, k_1, v_1, row: KeyValues | None, position_1T: Tensor) -> Tensor:
+            positions = position_1T
+            if row is not None:
+                start = position_1T[:, :1]
+                if row.window_size is None:
+                    past_k, past_v = row.k_SLGE[:, : int(start)], row.v_SLGE[:, : int(start)]
+                    past_positions = torch.arange(int(start), device=q.device)[None]
+                else:
+                    past_k, past_v, past_positions = row.history(start)
+                row.write(k_1, v_1, position_1T)
+                k_1, v_1 = torch.cat((past_k.to(k_1), k_1), 1), torch.cat((past_v.to(v_1), v_1), 1)
+                positions = torch.cat((past_positions, positions), 1)
+            return attend_naive(q_1, k_1, v_1, position_1T, positions, self.config.window_size, self.sink)
+
+        rows = [
+            one(q_1, k_1, v_1, None if state is None else state.row(s), pos_1)
+            for s, (q_1, k_1, v_1, pos_1) in enumerate(
+                zip(seq.split(q), seq.split(k), seq.split(v), seq.split(seq.position_BT), strict=True)
+            )
+            if q_1.shape[1]
+        ]
+        return torch.cat(rows, 0 if seq.dense else 1)

@@ -1,0 +1,1 @@
+"""The model: one Block, one LM, its cache, its files, and greedy generation."""

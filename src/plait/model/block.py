@@ -1,0 +1,84 @@
+"""One block: a token mixer and an MLP on the residual stream. What varies between models are fields of its Layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.config import Layer, MlpKind
+from plait.mixers import Backend, build_mixer
+from plait.mixers.base import State, Taps, init_linear, linear
+from plait.mixers.norm import Norm
+from plait.mixers.seq import Seq
+
+ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
+
+
+class Mlp(nn.Module):
+    def __init__(self, kind: MlpKind, d_model: int, d_ff: int):
+        super().__init__()
+        self.act = ACTIVATIONS[kind]
+        self.gate = linear(d_model, d_ff) if kind in ("swiglu", "geglu") else None
+        self.up = linear(d_model, d_ff)
+        self.down = linear(d_ff, d_model)
+
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        for module in (self.gate, self.up, self.down):
+            if module is not None:
+                init_linear(module, std, generator)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        up = self.up(x_BTD)
+        return self.down(self.act(up) if self.gate is None else self.act(self.gate(x_BTD)) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, layer: Layer, d_model: int, backend: Backend):
+        super().__init__()
+        self.layer = layer
+        self.mixer = build_mixer(layer.mixer, d_model, backend)
+        self.mlp = Mlp(layer.mlp, d_model, layer.d_ff) if layer.d_ff else None
+        two = self.mlp is not None and not layer.parallel
+        sandwich = layer.norm_placement == "sandwich"
+
+        def norm(wanted: bool) -> Norm | None:
+            return Norm(layer.norm, d_model, layer.norm_eps) if wanted else None
+
+        self.norm1, self.norm2 = norm(True), norm(two)
+        self.post_norm1, self.post_norm2 = norm(sandwich), norm(sandwich and two)
+        self.taps = Taps("in", "mlp_out", "out")
+
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        self.mixer.init_weights(std, generator)
+        if self.mlp is not None:
+            self.mlp.init_weights(std, generator)
+        for norm in (self.norm1, self.norm2, self.post_norm1, self.post_norm2):
+            if norm is not None:
+                norm.init_weights()
+
+    def forward(self, x_BTD: Tensor, state: State | None, seq: Seq) -> Tensor:
+        layer = self.layer
+        x = self.taps.get_submodule("in")(x_BTD, seq)
+        if layer.parallel:
+            n = self.norm1(x)
+            y, _ = self.mixer(n, state, seq)
+            z = self.taps.mlp_out(self.mlp(n), seq)
+            return self.taps.out(x + layer.mixer_multiplier * y + layer.mlp_multiplier * z, seq)
+        y, _ = self.mixer(self._before(self.norm1, x), state, seq)
+        x = x + layer.mixer_multiplier * self._after(self.norm1, self.post_norm1, y)
+        if self.mlp is not None:
+            z = self.taps.mlp_out(self.mlp(self._before(self.norm2, x)), seq)
+            x = x + layer.mlp_multiplier * self._after(self.norm2, self.post_norm2, z)
+        return self.taps.out(x, seq)
+
+    def _before(self, norm: Norm, x: Tensor) -> Tensor:
+        return x if self.layer.norm_placement == "post" else norm(x)
+
+    def _after(self, norm: Norm, post_norm: Norm | None, y: Tensor) -> Tensor:
+        match self.layer.norm_placement:
+            case "post":
+                return norm(y)
+            case "sandwich":
+                return post_norm(y)
+        return y

@@ -1,0 +1,136 @@
+"""The language model: embedding, blocks, final norm, head.
+
+Shapes: B rows, T tokens, D = d_model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.mixers import Backend
+from plait.mixers.base import linear
+from plait.mixers.norm import Norm
+from plait.mixers.seq import Seq
+from plait.model.block import Block
+from plait.model.cache import Cache
+from plait.spec import Spec
+
+
+class LM(nn.Module):
+    """A hybrid language model of a Spec. `seed` fixes its weights; on the meta device they stay without values."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        *,
+        seed: int = 0,
+        backend: Backend = "torch",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.spec = spec
+        device = torch.device(device or "cpu")
+        with torch.device("meta"):
+            self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
+            self.layers = nn.ModuleList(self._block(i, backend) for i in range(spec.num_layers))
+            self.norm = Norm(spec.norm, spec.d_model, spec.norm_eps)
+            self.lm_head = None if spec.tie_embeddings else linear(spec.d_model, spec.vocab_size)
+        if device.type != "meta":
+            self.to_empty(device="cpu")
+            self.init_weights(seed)
+            self.to(device=device, dtype=dtype)
+        else:
+            self.to(dtype=dtype)
+
+    def _block(self, index: int, backend: Backend) -> Block:
+        try:
+            return Block(self.spec.layers[index], self.spec.d_model, backend)
+        except ValueError as error:
+            raise ValueError(f"layers.{index}: {error}") from None
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fresh weights: matrices normal(0, init_std), every mixer's own parameters as published."""
+        generator = torch.Generator().manual_seed(seed)
+        std = self.spec.init_std
+        self.embed.weight.normal_(0, std, generator=generator)
+        for block in self.layers:
+            block.init_weights(std, generator)
+        self.norm.init_weights()
+        if self.lm_head is not None:
+            self.lm_head.weight.normal_(0, std, generator=generator)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V]. Arguments as for `hidden`."""
+        return self.logits(self.hidden(tokens_BT, mask=mask, cu_seqlens=cu_seqlens, cache=cache))
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """The residual stream after the final norm, [B, T, D], zero where padded.
+
+        mask: bool or integer [B, T], true on real tokens, padding anywhere. cu_seqlens: [S + 1] offsets of packed
+        documents in a single row. cache: sequences these tokens continue; it is advanced in place.
+        """
+        if tokens_BT.ndim != 2 or 0 in tokens_BT.shape:
+            raise ValueError(f"tokens: shape {tuple(tokens_BT.shape)}; it must be [rows, tokens], neither empty")
+        seq = self._sequences(tokens_BT, mask, cu_seqlens, cache)
+        x = self.embed(seq.strip(tokens_BT))
+        if self.spec.embed_multiplier != 1:
+            x = x * self.spec.embed_multiplier
+        for i, block in enumerate(self.layers if any(seq.lengths) else ()):  # a piece may hold nothing but padding
+            x = block(x, None if cache is None else cache.states[i], seq)
+        x = self.norm(x)
+        if cache is not None:
+            cache.advance(seq)
+        return seq.pad(x)
+
+    def _sequences(self, tokens_BT, mask, cu_seqlens, cache: Cache | None) -> Seq:
+        if cache is None:
+            return Seq.build(tokens_BT.shape, tokens_BT.device, mask=mask, cu_seqlens=cu_seqlens)
+        if cache.owner != self.spec.hash:
+            raise ValueError(f"cache: it belongs to a model of spec {cache.owner}; this one's is {self.spec.hash}")
+        seq = Seq.build(
+            tokens_BT.shape,
+            tokens_BT.device,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            past=cache.lengths_S.clone(),
+            max_past=max(cache.lengths),
+        )
+        cache.check_room(seq.lengths)
+        return seq
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits of hidden states [..., D] -> [..., V]; take the positions you need first."""
+        weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
+        logits = F.linear(x, weight)
+        return logits if self.spec.logit_multiplier == 1 else logits * self.spec.logit_multiplier
+
+    def new_cache(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for `batch` sequences of up to max_length tokens; recurrent states are at least fp32."""
+        if batch < 1 or max_length < 1:
+            raise ValueError(f"cache: batch = {batch}, max_length = {max_length}; both must be at least 1")
+        weight = self.embed.weight
+        dtype = dtype or weight.dtype
+        states = [b.mixer.new_state(batch, max_length, dtype=dtype, device=weight.device) for b in self.layers]
+        return Cache(states, batch, max_length, weight.device, self.spec.hash)
+
+    @property
+    def num_params(self) -> int:
+        return sum(p.numel() for p in self.parameters())

@@ -1,0 +1,80 @@
+"""Positions as tensors: RoPE and its scalings, and the log-n scale of softmax queries."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from plait.config import RopeScaling, Softmax
+
+
+def rope_frequencies(config: Softmax) -> tuple[Tensor, float]:
+    """Angles per position of each rotated pair, float64 [rotary_dim / 2], and the factor on cos and sin."""
+    dim, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if scaling is None:
+        return frequency, 1.0
+    factor = scaling.attention_factor or 1.0
+    if scaling.kind == "linear":
+        return frequency / scaling.factor, factor
+    if scaling.kind == "llama3":
+        return _llama3(frequency, scaling), factor
+    factor = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+    return _yarn(frequency, dim, theta, scaling), factor
+
+
+def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3: keep short wavelengths, interpolate long ones, blend in between."""
+    turns = scaling.original_length * frequency / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return frequency * (keep + (1 - keep) / scaling.factor)
+
+
+def _yarn(frequency: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN: a ramp over the pairs, between those that turn beta_fast and beta_slow times within original_length."""
+
+    def pair(turns: float) -> float:
+        return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair(scaling.beta_slow)), dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    interpolate = ramp.clamp(0, 1)
+    return frequency * (1 - interpolate + interpolate / scaling.factor)
+
+
+def rope_tables(config: Softmax, position_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, 1, rotary_dim / 2] in at least fp32."""
+    frequency, factor = rope_frequencies(config)
+    dtype = torch.promote_types(dtype, torch.float32)
+    angle = position_BT[..., None, None].to(dtype) * frequency.to(position_BT.device, dtype)
+    return angle.cos() * factor, angle.sin() * factor
+
+
+def apply_rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first rotary_dim channels of every head; the rest pass."""
+    dim = 2 * cos.shape[-1]
+    x, rest = x_BTHD[..., :dim], x_BTHD[..., dim:]
+    if interleaved:
+        a, b = x[..., 0::2], x[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    else:
+        a, b = x.chunk(2, -1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    rotated = rotated.to(x_BTHD.dtype)
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), -1)
+
+
+def logn_scale(config: Softmax, position_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factor on the query of each token [B, T]: loglen max(1, ln t / ln L) (001), loga ln(t + a) / ln a (004).
+
+    t is the number of real tokens of the row so far, the token itself included.
+    """
+    count = (position_BT + 1).to(torch.promote_types(dtype, torch.float32))
+    base = config.logn_base
+    if config.logn == "loglen":
+        return (count.log() / math.log(base)).clamp(min=1)
+    return (count + base).log() / math.log(base)

@@ -1,0 +1,72 @@
+"""Runs from settings: what `plait train` and `plait probe` do, as functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from plait import records
+from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.model.io import load
+from plait.model.lm import LM
+from plait.probes import retrieval_records
+from plait.records import Record
+from plait.train.checkpoint import find_checkpoint
+from plait.train.config import TrainConfig
+from plait.train.held_out import held_out
+from plait.train.loop import Measure, device_name, train
+from plait.train.settings import DataOptions, RunSettings
+
+
+def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress: bool = True) -> LM:
+    """Train a run, or go on with it: held-out data and, where asked for, layer retrieval scores along the way."""
+    config = settings.train
+    task = settings.data.build(config.seed)
+    measures = [Measure(config.eval_every, lambda model: held_out(model, task))]
+    if config.probe_every and not isinstance(task, SpacedRetrieval):
+        raise ValueError(f"probe_every = {config.probe_every}; layer retrieval scores need --task spaced-retrieval")
+    if config.probe_every:
+
+        def scores(model: LM) -> list[Record]:
+            return retrieval_records(model, task, task.gaps, pairs=config.probe_pairs)
+
+        measures.append(Measure(config.probe_every, scores))
+    return train(
+        run,
+        settings.model.spec(task.vocab_size, task.length),
+        task,
+        config,
+        settings=settings.to_json(),
+        measures=measures,
+        branch=find_checkpoint(settings.branch) if settings.branch else None,
+        device=device,
+        progress=progress,
+    )
+
+
+def last_measurements(run: Path) -> list[Record]:
+    """What was measured after a run's last update."""
+    rows = [row for row in records.read(run / "records.jsonl") if row.kind != "train"]
+    last = max((row.step or 0 for row in rows), default=0)
+    return [row for row in rows if row.step == last]
+
+
+def probe_retrieval(
+    where: str, gaps: Iterable[int], *, pairs: int, seed: int | None = None, device: str = "cpu"
+) -> list[Record]:
+    """Layer retrieval scores of a checkpoint, on keys its run never trained on (seed None: those of that run)."""
+    path = find_checkpoint(where)
+    run = path.parent.parent
+    if seed is None:
+        seed = RunSettings.load(run).train.seed if (run / "config.json").exists() else TrainConfig().seed
+    gaps = tuple(gaps)
+    task = DataOptions(task="spaced-retrieval", gaps=gaps).build(seed)
+    assert isinstance(task, SpacedRetrieval)
+    if pairs > task.eval_pairs or pairs < 1:
+        raise ValueError(f"pairs = {pairs}; it must be from 1 to {task.eval_pairs}")
+    model = load(path, device=device)
+    origin = records.provenance(spec_hash=model.spec.hash, device=device_name(device))
+    step = int(path.name.removeprefix("step-")) if path.name.startswith("step-") else None
+    rows = retrieval_records(model, task, gaps, pairs=pairs, progress=True)
+    return [dataclasses.replace(row, step=step, provenance=origin) for row in rows]

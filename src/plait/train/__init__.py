@@ -1,0 +1,1 @@
+"""Training: the loop, freezing, checkpoints, and measurement of held-out text."""

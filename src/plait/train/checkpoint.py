@@ -1,0 +1,120 @@
+"""Run directories and checkpoints.
+
+runs/NAME/{config.json, spec.json, records.jsonl, checkpoints/step-00001234/}; a checkpoint is a model's directory plus
+trainer.json and trainer.safetensors, the optimizer's state by parameter name. Nothing else needs saving: batches and
+initial weights are functions of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from plait.files import new_directory, read_json, write_json
+from plait.model.io import read_tensors, write_model
+from plait.model.lm import LM
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    step: int
+    """updates done"""
+    tokens: int
+    seconds: float
+    """time spent in training"""
+
+    @staticmethod
+    def read(path: Path) -> Checkpoint:
+        data = read_json(path / "trainer.json")
+        try:
+            return Checkpoint(path, int(data["step"]), int(data["tokens"]), float(data["seconds"]))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{path / 'trainer.json'}: it must hold step, tokens and seconds") from None
+
+
+def save_checkpoint(
+    run: Path, model: LM, optimizer: torch.optim.Optimizer, step: int, tokens: int, seconds: float
+) -> Path:
+    path = run / "checkpoints" / f"step-{step:08d}"
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {
+        f"{key}.{names[parameter]}": value.detach().cpu().contiguous()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    with new_directory(path) as directory:
+        write_model(model, directory)
+        save_file(tensors, directory / "trainer.safetensors")
+        write_json(directory / "trainer.json", {"step": step, "tokens": tokens, "seconds": seconds})
+    return path
+
+
+def load_optimizer(checkpoint: Checkpoint, model: LM, optimizer: torch.optim.Optimizer) -> None:
+    """Put the saved state of every parameter back; those that were never updated have none."""
+    parameters = dict(model.named_parameters())
+    for full_name, value in read_tensors(checkpoint.path, "trainer").items():
+        key, name = full_name.split(".", 1)
+        if name not in parameters:
+            raise ValueError(f"{checkpoint.path}: optimizer state of {name}, which this model does not have")
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = value if key == "step" else _like(value, parameter)
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    return value.to(parameter.device)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    return sorted(path for path in (run / "checkpoints").glob("step-*") if (path / "trainer.json").exists())
+
+
+def find_checkpoint(where: str | Path) -> Path:
+    """A checkpoint directory: RUN (its latest), RUN@STEP, or the directory itself."""
+    text = str(where)
+    run, at, step = text.rpartition("@") if not Path(text).exists() else (text, "", "")
+    path = Path(run or text)
+    if (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists():
+        return path
+    if not (path / "spec.json").exists():
+        raise ValueError(f"{path}: no run or checkpoint there; give RUN, RUN@STEP or a checkpoint's directory")
+    found = {int(p.name.removeprefix("step-")): p for p in checkpoints(path)}
+    if not found:
+        raise ValueError(f"{path}: the run has no checkpoint yet")
+    if not at:
+        return found[max(found)]
+    if not step.isdigit() or int(step) not in found:
+        raise ValueError(f"{path}: no checkpoint at step {step!r}; it has {', '.join(map(str, sorted(found)))}")
+    return found[int(step)]
+
+
+@contextlib.contextmanager
+def claim(run: Path) -> Iterator[None]:
+    """Own a run directory until the block ends or the process dies."""
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"run {run}: another process is using it") from None
+        yield
+
+
+def check_settings(run: Path, settings: dict[str, Any]) -> None:
+    """A run continues only with the settings it began with."""
+    old = read_json(run / "config.json")
+    differing = [key for key in sorted(old.keys() | settings.keys()) if old.get(key) != settings.get(key)]
+    if differing:
+        shown = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
+        raise ValueError(f"run {run}: it began with other settings ({shown}); use them again, or another --name")
+
+

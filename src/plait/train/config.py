@@ -1,0 +1,107 @@
+"""What a training run is told. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SCOPES = ("block", "mixer")
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Parameters held still for updates start + 1 to stop (None: to the end); they pass gradients all the same."""
+
+    families: tuple[str, ...]
+    """layout names (gdn, nope, ...), `recurrent` or `softmax`"""
+    scope: Literal["block", "mixer"]
+    """the whole block (mixer, MLP, norms) or its mixer alone"""
+    start: int
+    """updates completed before freezing; 0 freezes from the start"""
+    stop: int | None
+
+    PATTERN = re.compile(r"(?P<families>.+?)(\.(?P<scope>\w+))?:(?P<start>\d+)-(?P<stop>\d*)")
+
+    @staticmethod
+    def parse(text: str) -> Freeze:
+        """FAMILY[+FAMILY...][.SCOPE]:START-[STOP], as `recurrent:0-250` or `gdn.mixer:175-`."""
+        match = Freeze.PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"freeze = {text!r}; write FAMILY[.SCOPE]:START-[STOP], as recurrent:0-250 or gdn.mixer:175-")
+        scope = match["scope"] or "block"
+        start, stop = int(match["start"]), int(match["stop"]) if match["stop"] else None
+        if scope not in SCOPES:
+            raise ValueError(f"freeze = {text!r}: scope {scope!r}; it must be one of {', '.join(SCOPES)}")
+        if stop is not None and stop <= start:
+            raise ValueError(f"freeze = {text!r}: stop {stop}; it must be above start {start}")
+        return Freeze(tuple(match["families"].split("+")), scope, start, stop)
+
+    def holds(self, step: int) -> bool:
+        """Is update number `step` (from 0) within the freeze?"""
+        return self.start <= step and (self.stop is None or step < self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Optimization of one run.
+
+    Args:
+        steps: updates in all; the learning rate's schedule ends with them
+        lr: peak learning rate of AdamW
+        min_lr: learning rate at the end of the cosine
+        warmup: updates of linear warmup
+        weight_decay: decay of matrices; norms, biases, decay parameters and embeddings take none
+        beta1: first Adam coefficient
+        beta2: second Adam coefficient
+        clip: largest norm of the gradient; 0: no clipping
+        clip_from: run directory whose recorded clip coefficients are used instead of this run's own norm
+        seed: of weights and data
+        precision: auto is bf16 autocast on a GPU and fp32 on the CPU
+        freeze: what is held still and when, as recurrent:0-250 or gdn.mixer:175-
+        eval_every: updates between measurements of held-out data; 0: only at the end
+        probe_every: updates between layer retrieval scores (spaced-retrieval); 0: never
+        probe_pairs: prompt pairs a score is averaged over
+        checkpoint_every: updates between checkpoints; 0: only at the end
+    """
+
+    steps: int = 1000
+    lr: float = 1e-3
+    min_lr: float = 1e-5
+    warmup: int = 20
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    clip_from: Path | None = None
+    seed: int = 0
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    freeze: tuple[str, ...] = ()
+    eval_every: int = 100
+    probe_every: int = 0
+    probe_pairs: int = 100
+    checkpoint_every: int = 100
+
+    def __post_init__(self):
+        for name in ("steps", "probe_pairs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}; it must be at least 1")
+        for name in ("warmup", "eval_every", "probe_every", "checkpoint_every", "min_lr", "weight_decay", "clip", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}; it must be 0 or above")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"lr = {self.lr}; it must be above 0")
+        _ = self.freezes
+
+    @property
+    def freezes(self) -> tuple[Freeze, ...]:
+        return tuple(Freeze.parse(text) for text in self.freeze)
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of update number `step` (from 0): linear warmup, then a cosine to min_lr."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))

@@ -1,0 +1,34 @@
+"""Loss and accuracy on data that training never sees."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.data import Task
+from plait.model.lm import LM
+from plait.records import Record
+from plait.scoring import score_tokens
+
+
+@torch.no_grad()
+def held_out(model: LM, task: Task, *, rows_at_a_time: int = 64) -> list[Record]:
+    """One record a group of the task's held-out data; for tasks with axes (gaps), accuracies too.
+
+    accuracy: share of answer tokens that are the argmax; exact: share of rows with all of them right.
+    """
+    device = model.embed.weight.device
+    rows = []
+    for group in task.held_out():
+        losses, correct, exact = [], [], []
+        pieces = zip(group.tokens_BT.split(rows_at_a_time), group.targets_BT.split(rows_at_a_time), strict=True)
+        for tokens, targets in pieces:
+            scores = score_tokens(model, tokens.to(device), targets.to(device))
+            losses.append(scores.loss_N)
+            correct.append(scores.correct_N)
+            exact.append(scores.exact_rows(len(tokens)))
+        values = {"loss": torch.cat(losses).mean().item()}
+        if group.axes:
+            values["accuracy"] = torch.cat(correct).float().mean().item()
+            values["exact"] = torch.cat(exact).float().mean().item()
+        rows.append(Record(kind="eval", name="accuracy" if group.axes else "loss", values=values, axes=group.axes))
+    return rows

@@ -1,0 +1,129 @@
+"""All that a training run was asked for: the options of `plait train`, kept flat in the run's config.json. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.config import from_json, suggest
+from plait.files import read_json
+from plait.spec import Spec
+from plait.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from plait.data import Task
+
+TASKS = ("spaced-retrieval",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The shape of a model.
+
+    Args:
+        layout: what each layer does, as 'gdn nope' or '3*swa[window=128] full'
+        d_model: width of the residual stream
+        num_layers: layers; the layout repeats until it fills them
+        num_heads: query heads of every mixer that does not say otherwise
+        num_kv_heads: KV heads of softmax attention (default: num_heads)
+        head_dim: size of a query and key head (default: d_model / num_heads)
+        d_ff: width of the MLPs (default: 8/3 d_model in steps of 64; 0: no MLPs)
+        rope_theta: base of RoPE's frequencies
+        tie_embeddings: one matrix for embedding and head
+    """
+
+    layout: str
+    d_model: int = 128
+    num_layers: int = 4
+    num_heads: int = 2
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    d_ff: int | None = None
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = True
+
+    def spec(self, vocab_size: int, context_length: int | None = None) -> Spec:
+        values = dataclasses.asdict(self)
+        if self.d_ff is None:
+            values["d_ff"] = max(64, round(self.d_model * 8 / 3 / 64) * 64)
+        return Spec.from_layout(**values, vocab_size=vocab_size, context_length=context_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What to train on: a synthetic task or text.
+
+    Args:
+        task: synthetic task; spaced-retrieval is the only one so far
+        data: text file, or folder of them, read as bytes
+        gaps: spaces between a key and its repetition (spaced-retrieval), as 16,192
+        gap_weights: share of examples with each gap (default: equal), as 0.5,0.5
+        length: bytes of a training window (text)
+        batch_size: examples or windows an update
+    """
+
+    task: str | None = None
+    data: Path | None = None
+    gaps: tuple[int, ...] = (16, 192)
+    gap_weights: tuple[float, ...] | None = None
+    length: int = 256
+    batch_size: int = 32
+
+    def __post_init__(self):
+        if (self.task is None) == (self.data is None):
+            given = "neither is given" if self.task is None else "both are given"
+            raise ValueError(f"task, data: {given}; give --task spaced-retrieval or --data FILE_OR_DIR")
+        if self.task is not None and self.task not in TASKS:
+            raise ValueError(f"task = {self.task!r}; {suggest(self.task, TASKS)}")
+
+    def build(self, seed: int, eval_pairs: int | None = None) -> Task:
+        """The task; eval_pairs: held-out pairs of Spaced Retrieval (None: 2,000, as 003)."""
+        from plait.data.spaced_retrieval import SpacedRetrieval
+        from plait.data.text import ByteText
+
+        if self.data is not None:
+            return ByteText(path=self.data, length=self.length, batch_size=self.batch_size, seed=seed)
+        pairs = {} if eval_pairs is None else {"eval_pairs": eval_pairs}
+        return SpacedRetrieval(
+            gaps=self.gaps, gap_weights=self.gap_weights, batch_size=self.batch_size, seed=seed, **pairs
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    model: ModelOptions
+    data: DataOptions
+    train: TrainConfig
+    branch: str | None = None
+    """RUN@STEP or checkpoint directory it started from"""
+
+    def to_json(self) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for part in (self.model, self.data, self.train):
+            flat |= dataclasses.asdict(part)
+        flat["branch"] = self.branch
+        return {key: _plain(value) for key, value in flat.items()}
+
+    @staticmethod
+    def from_json(data: dict[str, Any], where: str = "settings") -> RunSettings:
+        """From a flat mapping of option names, as in config.json or on the command line."""
+        data = dict(data)
+        parts: dict[str, Any] = {"branch": data.pop("branch", None)}
+        for name, cls in (("model", ModelOptions), ("data", DataOptions), ("train", TrainConfig)):
+            own = {f.name for f in dataclasses.fields(cls)} & data.keys()
+            parts[name] = from_json(cls, {key: data.pop(key) for key in own}, where)
+        if data:
+            raise ValueError(f"{where}: unknown field {next(iter(data))!r}")
+        return RunSettings(**parts)
+
+    @staticmethod
+    def load(run: Path) -> RunSettings:
+        return RunSettings.from_json(read_json(run / "config.json"), str(run / "config.json"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

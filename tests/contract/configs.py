@@ -1,0 +1,159 @@
+"""What the contract test draws from. A new mixer or feature joins by an entry in MIXERS; everything else follows.
+
+Sizes are small and unrelated to each other (head_dim does not divide d_model), and lie around the edges where code
+changes its way: windows and their neighbours, chunks of 16 to 64 tokens, the block of 64 queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from plait.config import Gdn, Layer, Mixer, RopeScaling, Softmax
+from plait.model.lm import LM
+from plait.spec import Spec
+
+VOCAB = 11
+WINDOWS = (1, 2, 3, 5, 8, 16, 17, 63, 64, 65, 66, 80)
+LENGTHS = (1, 2, 3, 4, 7, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 66, 80, 96, 127, 128, 129, 150)
+EPS = (1e-6, 1e-5, 1e-3)
+
+
+@st.composite
+def rope_scalings(draw: DrawFn) -> RopeScaling:
+    kind = draw(st.sampled_from(("linear", "yarn", "llama3")))
+    length = None if kind == "linear" else draw(st.sampled_from((8, 32, 64)))
+    factor = draw(st.sampled_from((1.0, 2.0, 4.0)))
+    return RopeScaling(kind=kind, factor=factor, original_length=length, attention_factor=draw(st.sampled_from((None, 1.3))))
+
+
+@st.composite
+def softmaxes(draw: DrawFn) -> Softmax:
+    kv, per_kv = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from((1, 2, 3, 4, 5, 8, 12)))
+    rope = {}
+    if head_dim >= 2 and draw(st.booleans()):
+        rope = {
+            "rope_theta": draw(st.sampled_from((30.0, 1e4, 5e5))),
+            "rope_fraction": draw(st.sampled_from([n / head_dim for n in range(2, head_dim + 1, 2)])),
+            "rope_interleaved": draw(st.booleans()),
+            "rope_scaling": draw(st.none() | rope_scalings()),
+        }
+    logn = draw(st.sampled_from((None, "loglen", "loga")))
+    return Softmax(
+        num_heads=kv * per_kv,
+        num_kv_heads=kv,
+        head_dim=head_dim,
+        **rope,
+        window_size=draw(st.none() | st.sampled_from(WINDOWS)),
+        qk_norm=draw(st.sampled_from((None, "head", "full"))),
+        sink=draw(st.booleans()),
+        output_gate=draw(st.booleans()),
+        logn=logn,
+        logn_base=None if logn is None else draw(st.sampled_from((4.0, 30.0, 500.0))),
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@st.composite
+def gdns(draw: DrawFn) -> Gdn:
+    """plain; grouped queries (several read one state); more value than key heads (several states have one key)"""
+    form, few, times = draw(st.sampled_from(("plain", "grouped", "values"))), draw(st.integers(1, 2)), draw(st.integers(2, 3))
+    head_dim, value_dim = draw(st.sampled_from((1, 2, 3, 4, 8))), draw(st.sampled_from((1, 2, 3, 4, 8)))
+    return Gdn(
+        num_heads=few * times if form == "grouped" else few,
+        num_kv_heads=few,
+        num_v_heads=few * times if form == "values" else few,
+        head_dim=head_dim,
+        expand_v=value_dim / head_dim,
+        conv_size=draw(st.sampled_from((0, 2, 3, 4, 5))),
+        output_gate=draw(st.booleans()),
+        allow_neg_eigval=draw(st.booleans()),
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A mixer or a feature of one. `without`: what a config is excused from, each with its reason; names of DTYPES, of
+    backends, or of program.OPS in lower case."""
+
+    configs: Callable[[], SearchStrategy[Mixer]]
+    without: Callable[[Mixer], dict[str, str]] = lambda config: {}
+
+
+def gdn_without(config: Gdn) -> dict[str, str]:
+    small = {"float32": "the L2 norm of so few channels is nearly a sign, and rounding near 0 flips it"}
+    return small if config.head_dim < 3 else {}
+
+
+MIXERS: dict[str, Entry] = {
+    "softmax": Entry(softmaxes),
+    "gdn": Entry(gdns, gdn_without),
+}
+DTYPES = {"float64": 1e-10, "float32": 1e-5}
+"""and the tolerance; bf16 is tested mixer by mixer, where depth does not multiply its rounding (test_bf16.py)"""
+
+
+@st.composite
+def layers(draw: DrawFn, mixer: Mixer) -> Layer:
+    d_ff = draw(st.sampled_from((0, 5, 8)))
+    parallel = d_ff > 0 and draw(st.sampled_from((False, False, True)))
+    return Layer(
+        mixer=mixer,
+        d_ff=d_ff,
+        mlp=draw(st.sampled_from(("swiglu", "geglu", "gelu", "relu2"))),
+        norm=draw(st.sampled_from(("rms", "rms1p", "layer"))),
+        norm_placement="pre" if parallel else draw(st.sampled_from(("pre", "post", "sandwich"))),
+        parallel=parallel,
+        mixer_multiplier=draw(st.sampled_from((1.0, 0.7, -1.5))),
+        mlp_multiplier=draw(st.sampled_from((1.0, 0.5))),
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@st.composite
+def specs(draw: DrawFn, max_layers: int = 4) -> tuple[Spec, frozenset[str]]:
+    """A model of random layers in a random order, and what it is excused from."""
+    kinds = draw(st.lists(st.sampled_from(sorted(MIXERS)), min_size=1, unique=True))  # pure models as well as hybrids
+    entries = [MIXERS[name] for name in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=max_layers))]
+    mixers = [draw(entry.configs()) for entry in entries]
+    d_model = draw(st.sampled_from((6, 8, 10)))
+    spec = Spec(
+        vocab_size=VOCAB,
+        d_model=d_model,
+        layers=tuple(draw(layers(mixer)) for mixer in mixers),
+        tie_embeddings=draw(st.booleans()),
+        norm=draw(st.sampled_from(("rms", "rms1p", "layer"))),
+        embed_multiplier=draw(st.sampled_from((1.0, 3.0))),
+        logit_multiplier=draw(st.sampled_from((1.0, 0.5))),
+        init_std=1.2 / math.sqrt(d_model),  # at 0.02 mixers hardly change the logits and nothing could fail
+    )
+    return spec, frozenset().union(*(entry.without(mixer) for entry, mixer in zip(entries, mixers, strict=True)))
+
+
+@torch.no_grad()
+def disturb(module: torch.nn.Module, seed: int) -> None:
+    """Move every vector of parameters away from its neutral start: norms, sinks, biases, decays that remember."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("A_log"):
+            parameter.copy_(1.5 * noise - 2)
+        elif name.endswith("dt_bias"):
+            parameter.copy_(noise)
+        elif name.endswith("conv.weight"):
+            parameter.add_(0.4 * noise)
+        elif parameter.ndim == 1:
+            parameter.add_(0.4 * noise)
+
+
+def build(spec: Spec, seed: int, dtype: torch.dtype, backend: str) -> LM:
+    model = LM(spec, seed=seed, backend=backend)
+    disturb(model, seed)
+    return model.to(dtype)

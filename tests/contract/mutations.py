@@ -1,0 +1,139 @@
+"""Mistakes that the contract must catch, each a patch of the library: what keeps the test from passing on nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+import plait.mixers.attention as attention
+import plait.mixers.gdn as gdn
+import plait.mixers.softmax as softmax
+from plait.mixers.conv import ShortConv
+from plait.mixers.seq import Chunks, Seq
+from plait.mixers.softmax import KeyValues
+from plait.model.cache import Cache
+
+
+def window_one_too_wide(q_position_BT, k_position_BL, window_size):
+    q, k = q_position_BT[:, :, None], k_position_BL[:, None, :]
+    mask = (k <= q) & (k >= 0)
+    return mask if window_size is None else mask & (k >= q - window_size)
+
+
+def sink_only_in_prefill(make):
+    return lambda q, k, v, q_position, k_position, window, sink: make(q, k, v, q_position, k_position, window, None)
+
+
+def ring_slots_shifted(make):
+    return lambda self, count_S1: make(self, count_S1 + 1)
+
+
+def ring_keeps_the_first(make):
+    def write(self, k, v, position):
+        n = self.size if self.window_size is not None else k.shape[1]
+        return make(self, k[:, :n], v[:, :n], position[:, :n])
+
+    return write
+
+
+def crop_always(make):
+    return lambda self, length, longest: None
+
+
+def conv_forgets_its_tail(make):
+    return lambda self, x, tail, seq: make(self, x, None if tail is None else tail.zero_(), seq)
+
+
+def conv_sees_other_documents(make):
+    def forward(self, x, tail, seq):
+        whole = seq if tail is not None or seq.dense else Seq((x.shape[1],), True, seq.device)
+        return make(self, x, tail, whole)
+
+    return forward
+
+
+def empty_slots_decay(make):
+    """A chunk's unused places have a decay, as a padded step that only zeroes v would."""
+
+    def pack(self, x):
+        real = make(self, torch.ones_like(x[..., :1].flatten(3))) if x.ndim == 3 else None
+        return make(self, x) if real is None else torch.where(real > 0, make(self, x), -0.5)
+
+    return pack
+
+
+def states_in_the_order_of_chunks(make):
+    return lambda self, state: state
+
+
+def step_without_decay(make):
+    return lambda q, k, v, g, beta, state=None: make(q, k, v, torch.zeros_like(g), beta, state)
+
+
+def chunks_start_from_zero(make):
+    return lambda q, k, v, g, beta, state, seq: make(q, k, v, g, beta, None, seq)
+
+
+def scale_counts_this_piece_only(make):
+    return lambda config, position_BT, dtype: make(config, position_BT - position_BT[:, :1], dtype)
+
+
+def positions_count_padding(make):
+    def position_BT(self):
+        if self._token_N is None:
+            return make.func(self)
+        place = (self._token_N % self._shape[1])[None]
+        return place if self.past_S is None else place + self.past_S[self.row_N][None]
+
+    return property(position_BT)
+
+
+def clone_shares_buffers(make):
+    def clone(self):
+        new = copy.copy(self)
+        new.lengths_S = self.lengths_S.clone()
+        return new
+
+    return clone
+
+
+def reorder_keeps_lengths(make):
+    def reorder(self, index):
+        lengths_S, lengths, peaks = self.lengths_S.clone(), self.lengths, self.peaks
+        make(self, index)
+        self.lengths_S, self.lengths, self.peaks = lengths_S, lengths, peaks
+
+    return reorder
+
+
+def too_long_is_taken(make):
+    return lambda self, new: None
+
+
+MUTATIONS: dict[str, tuple[Any, str, Callable]] = {
+    "window one too wide": (attention, "_visible", lambda make: window_one_too_wide),
+    "sink only in prefill": (softmax, "attend_masked", sink_only_in_prefill),
+    "ring slots shifted": (KeyValues, "slot_positions", ring_slots_shifted),
+    "ring keeps the first tokens": (KeyValues, "write", ring_keeps_the_first),
+    "crop where tokens are lost": (KeyValues, "why_not_crop", crop_always),
+    "convolution forgets its tail": (ShortConv, "forward", conv_forgets_its_tail),
+    "convolution sees other documents": (ShortConv, "forward", conv_sees_other_documents),
+    "padding decays the state": (Chunks, "pack", empty_slots_decay),
+    "states in the order of chunks": (Chunks, "unsort", states_in_the_order_of_chunks),
+    "one step without decay": (gdn, "delta_step", step_without_decay),
+    "chunks start from zero": (gdn, "delta_chunk", chunks_start_from_zero),
+    "log-n counts this piece only": (softmax, "logn_scale", scale_counts_this_piece_only),
+    "positions count padding": (Seq, "position_BT", positions_count_padding),
+    "a clone shares buffers": (Cache, "clone", clone_shares_buffers),
+    "reorder keeps lengths": (Cache, "reorder", reorder_keeps_lengths),
+    "too long is taken": (Cache, "check_room", too_long_is_taken),
+}
+
+
+def mutated(name: str):
+    owner, attribute, mutate = MUTATIONS[name]
+    return mock.patch.object(owner, attribute, mutate(vars(owner)[attribute]))

@@ -1,0 +1,32 @@
+"""What tests of mixers share: a module with moved weights, a batch described, an error measured."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contract.configs import disturb
+from plait.config import Mixer
+from plait.mixers import MixerModule, build_mixer
+from plait.mixers.seq import Seq
+
+
+@torch.no_grad()
+def make_mixer(
+    config: Mixer, d_model: int, *, seed: int = 0, backend: str = "torch", dtype: torch.dtype = torch.float64
+) -> MixerModule:
+    """With weights large enough to matter; equal seeds give equal weights, rounded to `dtype`."""
+    mixer = build_mixer(config, d_model, backend)
+    mixer.init_weights(1.2 * d_model**-0.5, torch.Generator().manual_seed(seed))
+    disturb(mixer, seed)
+    return mixer.to(dtype)
+
+
+def dense(B: int, T: int) -> Seq:
+    return Seq.build((B, T), torch.device("cpu"))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Relative RMS error; infinite if anything is not finite."""
+    difference = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+    return float(difference) if torch.isfinite(difference) else float("inf")

@@ -1,0 +1,175 @@
+"""Mixer by mixer: the torch backend is the naive one, in outputs, states and every gradient; and looks only back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from contract.configs import LENGTHS, MIXERS
+from contract.poison import poisoned_empty
+from contract.tools import dense, error, make_mixer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+from torch import Tensor
+
+from plait.config import Gdn, Mixer, Softmax
+from plait.mixers import MixerModule
+from plait.mixers.seq import Seq
+
+D = 7
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of these lengths: rows (all equal), rows under a mask, or packed documents."""
+
+    form: str
+    lengths: tuple[int, ...]
+
+    def seq(self, past: tuple[int, ...] | None = None) -> Seq:
+        device = torch.device("cpu")
+        since = {} if past is None else {"past": torch.tensor(past), "max_past": max(past)}
+        if self.form == "dense":
+            return Seq.build((len(self.lengths), self.lengths[0]), device, **since)
+        if self.form == "packed":
+            ends = torch.tensor([0, *self.lengths]).cumsum(0)
+            return Seq.build((1, sum(self.lengths)), device, cu_seqlens=ends, **since)
+        mask = torch.arange(max(self.lengths) + 1)[None] < torch.tensor(self.lengths)[:, None]
+        return Seq.build(tuple(mask.shape), device, mask=mask, **since)
+
+    def inputs(self, seed: int) -> Tensor:
+        shape = (len(self.lengths), self.lengths[0]) if self.form == "dense" else (1, sum(self.lengths))
+        return torch.randn(*shape, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@st.composite
+def batches(draw: DrawFn, longest: int = 130) -> Batch:
+    length = st.one_of(st.sampled_from([n for n in LENGTHS if n <= longest]), st.integers(1, longest))
+    if draw(st.booleans()):
+        return Batch("dense", (draw(length),) * draw(st.integers(1, 2)))
+    lengths = draw(st.lists(st.just(0) | length, min_size=1, max_size=3))
+    return Batch(draw(st.sampled_from(("mask", "packed"))), (*lengths, draw(length)))
+
+
+mixers = st.sampled_from(sorted(MIXERS)).flatmap(lambda name: MIXERS[name].configs())
+
+
+def both(config: Mixer, seed: int) -> tuple[MixerModule, MixerModule]:
+    return make_mixer(config, D, seed=seed), make_mixer(config, D, seed=seed, backend="naive")
+
+
+def gradients(mixer: MixerModule, x: Tensor, seq: Seq) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    y, _ = mixer(x, None, seq)
+    (y * torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).to(y.dtype)).sum().backward()
+    return {"output": y.detach(), "input": x.grad} | {name: p.grad for name, p in mixer.named_parameters()}
+
+
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@given(config=mixers, batch=batches(), seed=st.integers(0, 1000))
+def test_outputs_and_gradients(config: Mixer, batch: Batch, seed: int):
+    x = batch.inputs(seed)
+    with poisoned_empty():
+        got, want = (gradients(mixer, x, batch.seq()) for mixer in both(config, seed))
+    floor = 1e-3 * max(float(w.norm()) for w in want.values())  # under it a gradient may be rounding only (window 1)
+    for name in want:
+        off = float((got[name] - want[name]).norm()) / max(float(want[name].norm()), floor)
+        assert off <= 1e-10, f"{name}: {off:.1e}"
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(config=mixers, rows=st.integers(1, 3), data=st.data(), seed=st.integers(0, 1000))
+@torch.no_grad()
+def test_states(config: Mixer, rows: int, data, seed: int):
+    """After several pieces, some through one form and some through another, both keep the same."""
+    mixers = both(config, seed)
+    pieces = data.draw(st.lists(batches(70).filter(lambda b: len(b.lengths) == rows), min_size=1, max_size=3))
+    longest = sum(max(piece.lengths) for piece in pieces)
+    states = [m.new_state(rows, longest, dtype=torch.float64, device=torch.device("cpu")) for m in mixers]
+    past = (0,) * rows
+    for piece in pieces:
+        x = piece.inputs(seed)
+        got, want = (m(x, state, piece.seq(past))[0] for m, state in zip(mixers, states, strict=True))
+        assert error(got, want) <= 1e-10
+        past = tuple(a + b for a, b in zip(past, piece.lengths, strict=True))
+    for (name, got), (_, want) in zip(states[0].tensors(), states[1].tensors(), strict=True):
+        assert error(got, want) <= 1e-10, name
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(config=mixers, batch=batches(), seed=st.integers(0, 1000), data=st.data())
+def test_causal_and_separate_by_gradient(config: Mixer, batch: Batch, seed: int, data):
+    """No output has the least gradient from a later token or from another sequence."""
+    mixer, x, seq = make_mixer(config, D, seed=seed), batch.inputs(seed).requires_grad_(), batch.seq()
+    y, _ = mixer(x, None, seq)
+    row = data.draw(st.sampled_from([s for s, n in enumerate(batch.lengths) if n]))
+    t = data.draw(st.integers(0, batch.lengths[row] - 1))
+    (grad,) = torch.autograd.grad(seq.split(y)[row][0, t].sum(), x)
+    for s, part in enumerate(seq.split(grad)):
+        seen = t + 1 if s == row else 0
+        assert torch.equal(part[:, seen:], torch.zeros_like(part[:, seen:])), f"sequence {s}"
+    assert seq.split(grad)[row][0, t].abs().max() > 0
+
+
+EXTREMES = [20.0, -20.0]
+GDN = Gdn(num_heads=2, num_kv_heads=2, num_v_heads=4, head_dim=4, expand_v=1.5, allow_neg_eigval=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dt_bias", [*EXTREMES, 0.0])
+@pytest.mark.parametrize("A_log", EXTREMES)
+@pytest.mark.parametrize("T", [1, 150])
+def test_gradients_with_extreme_decays(A_log: float, dt_bias: float, dtype: torch.dtype, T: int):
+    mixer = make_mixer(GDN, D, dtype=dtype)
+    with torch.no_grad():
+        mixer.A_log.fill_(A_log)
+        mixer.dt_bias.fill_(dt_bias)
+    found = gradients(mixer, Batch("dense", (T,) * 2).inputs(0).to(dtype), dense(2, T))
+    for name, value in found.items():
+        assert torch.isfinite(value).all(), name
+    if dtype == torch.float64:
+        naive = make_mixer(GDN, D, backend="naive")
+        naive.load_state_dict(mixer.state_dict())
+        want = gradients(naive, Batch("dense", (T,) * 2).inputs(0), dense(2, T))
+        scale = max(float(w.norm()) for w in want.values())
+        for name in want:
+            assert float((found[name] - want[name]).norm()) <= 1e-10 * max(float(want[name].norm()), 1e-3 * scale), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("decay", ["strong", "weak", "mixed"])
+def test_long_input(decay: str, dtype: torch.dtype):
+    """T = 65,536: outputs, states and gradients stay finite, and the last outputs are those of a late start."""
+    T, late = 65_536, 512
+    config = Gdn(num_heads=2, num_kv_heads=2, num_v_heads=2, head_dim=8)
+    mixer = make_mixer(config, D, dtype=dtype)
+    with torch.no_grad():
+        mixer.A_log.copy_(torch.tensor({"strong": [4.0, 8.0], "weak": [-8.0, -12.0], "mixed": [6.0, -12.0]}[decay]))
+    x = torch.randn(1, T, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = gradients(mixer, x, dense(1, T))
+    for name, value in found.items():
+        assert torch.isfinite(value).all(), name
+    with torch.no_grad():
+        state = mixer.new_state(1, T, dtype=dtype, device=x.device)
+        mixer(x, state, dense(1, T))
+        assert all(torch.isfinite(buffer).all() for _, buffer in state.tensors())
+        if decay == "strong":
+            y, _ = mixer(x[:, -late:], None, dense(1, late))
+            assert error(found["output"][:, -late // 2 :], y[:, -late // 2 :]) <= 1e-2
+
+
+BF16 = st.sampled_from(
+    [
+        Softmax(num_heads=4, num_kv_heads=2, head_dim=16, rope_theta=1e4),
+        Softmax(num_heads=4, num_kv_heads=1, head_dim=16, qk_norm="head", sink=True, window_size=16),
+        Softmax(num_heads=2, num_kv_heads=2, head_dim=32, rope_theta=1e4, qk_norm="full", sink=True, output_gate=True),
+        Softmax(num_heads=2, num_kv_heads=2, head_dim=16, window_size=80, rope_theta=1e4, logn="loga", logn_base=500.0),
+        Gdn(num_heads=2, num_kv_heads=2, num_v_heads=2, head_dim=16),
+        Gdn(num_heads=6, num_kv_heads=2, num_v_heads=2, head_dim=16, conv_size=0),
+        Gdn(num_heads=2, num_kv_heads=2, num_v_heads=4, head_dim=16, expand_v=2.0, allow_neg_eigval=True),
+        Gdn(num_heads=2, num_kv_heads=2, num_v_heads=2, head_dim=16, output_gate=False),
+    ]
+)
