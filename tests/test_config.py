@@ -123,7 +123,7 @@ def part(cls=Softmax, heads=(0, 1), **fields) -> HeadPart:
         ((part(), part(heads=(3, 4))), r"name heads \[0, 1, 3, 4\]; each of 0 to 3 must be named once"),
         ((part(), part(heads=(2, -1))), r"each of 0 to 3 must be named once"),
         ((part(), part(Gdn, heads=(2, 3), num_v_heads=4)), r"gdn has 4 heads but is given 2: \[2, 3\]"),
-        ((part(), part(Kda, heads=(2, 3), expand_v=2.0)), r"value sizes per head differ \(kda 32, softmax 16\)"),
+        ((part(), part(Kda, heads=(2, 3), expand_v=2.0)), r"value sizes per head differ \(kda 32, nope 16\)"),
         ((part(heads=tuple(range(100))), part(heads=(5,))), r"name heads \[0, 1, .*\.\.\. \(\d+ characters\)"),
     ],
 )

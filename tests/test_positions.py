@@ -142,6 +142,8 @@ def test_tables_are_at_least_float32(dtype: torch.dtype):
 def test_logn_scales():
     position = torch.tensor([[0, 1, 3, 15, 16, 99, 9999]])
     loglen = logn_scale(softmax(4, logn="loglen", logn_base=16.0), position, torch.float64)[0].tolist()
-    assert loglen == pytest.approx([1, 1, 1, 1, math.log(17) / math.log(16), math.log(100) / math.log(16), math.log(1e4) / math.log(16)])
+    assert loglen == pytest.approx(
+        [1, 1, 1, 1, math.log(17) / math.log(16), math.log(100) / math.log(16), math.log(1e4) / math.log(16)]
+    )
     loga = logn_scale(softmax(4, logn="loga", logn_base=500.0), position, torch.float64)[0].tolist()
     assert loga == pytest.approx([math.log(t + 501) / math.log(500) for t in position[0].tolist()])

@@ -16,9 +16,11 @@ SOURCE = ROOT / "src" / "plait"
 RECIPES = ROOT / "recipes"
 
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("files",),
+    ("files", "progress"),
     ("records",),
+    ("fields",),
     ("config",),
+    ("syntax",),
     ("layout",),
     ("spec",),
     ("cost",),
@@ -39,7 +41,20 @@ TIERS: tuple[tuple[str, ...], ...] = (
 )
 """top to bottom; the names of one tuple are siblings, which do not import each other"""
 
-NO_TORCH = ("files", "records", "config", "layout", "spec", "cost", "extend", "scaling", "report", "describe", "cli")
+NO_TORCH = (
+    "files",
+    "progress",
+    "records",
+    "config",
+    "layout",
+    "spec",
+    "cost",
+    "extend",
+    "scaling",
+    "report",
+    "describe",
+    "cli",
+)
 
 
 def violations(source: Path, tiers: tuple[tuple[str, ...], ...] = TIERS) -> list[str]:

@@ -47,10 +47,8 @@ def _add_options(parser: Parser, cls: type, **defaults: Any) -> None:
             continue
         kind: Any = hints[f.name]
         options: dict[str, Any] = {"help": about.get(f.name), "default": default}
-        if "tuple[str" in str(kind):
-            options |= {"action": "append", "type": str, "default": list(default), "metavar": f.name.upper()}
-        elif "tuple[" in str(kind):
-            options |= {"type": _numbers(int if "int" in str(kind) else float)}
+        if "tuple[" in str(kind):
+            options |= {"type": _several(str if "str" in str(kind) else int if "int" in str(kind) else float)}
         elif "Path" in str(kind):
             options |= {"type": str}
         else:
@@ -58,8 +56,10 @@ def _add_options(parser: Parser, cls: type, **defaults: Any) -> None:
         parser.add_argument(f"--{f.name.replace('_', '-')}", **options)
 
 
-def _numbers(kind: type) -> Callable[[Any], Any]:
-    def numbers(value: Any) -> Any:
+def _several(kind: type) -> Callable[[Any], Any]:
+    """A flag's type: values with commas between, or a list in a config file."""
+
+    def several(value: Any) -> Any:
         if value is None or isinstance(value, tuple):
             return value
         parts = value.split(",") if isinstance(value, str) else value
@@ -68,7 +68,7 @@ def _numbers(kind: type) -> Callable[[Any], Any]:
         except (TypeError, ValueError):
             raise ValueError(f"{value!r}; it must be numbers with commas between, as 16,192") from None
 
-    return numbers
+    return several
 
 
 def _gather(cls: type, values: Namespace) -> dict[str, Any]:
@@ -120,7 +120,9 @@ def train(arguments: Sequence[str]) -> None:
     parser.add_argument("--layout", type=str, required=True, help="what each layer does, as 'gdn nope'")
     for options in (ModelOptions, DataOptions, TrainConfig):
         _add_options(parser, options)
-    parser.add_argument("--branch", type=str | None, help="go on from RUN@STEP or a checkpoint: its optimizer, its data")
+    parser.add_argument(
+        "--branch", type=str | None, help="go on from RUN@STEP or a checkpoint: its optimizer, its data"
+    )
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument("--json", action="store_true", help="print the last measurements as JSON")
     args = parser.parse_args(arguments)
@@ -147,7 +149,7 @@ def probe(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("model", type=str, help="RUN (its last checkpoint), RUN@STEP, or a checkpoint's directory")
     parser.add_argument("what", type=str, help="retrieval-score")
-    parser.add_argument("--gap", type=_numbers(int), default=(64,), help="gaps to measure at, as 16,192")
+    parser.add_argument("--gap", type=_several(int), default=(64,), help="gaps to measure at, as 16,192")
     parser.add_argument("--pairs", type=int, default=2_000, help="held-out prompt pairs")
     parser.add_argument("--seed", type=int | None, help="of the keys (default: the run's own)")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
@@ -191,7 +193,7 @@ def bench(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("what", type=str, help="mixers")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
-    parser.add_argument("--lengths", type=_numbers(int), help="tokens T (default: those of the project's own bars)")
+    parser.add_argument("--lengths", type=_several(int), help="tokens T (default: those of the project's own bars)")
     parser.add_argument("--repeats", type=int, default=9, help="measurements each median is of")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)

@@ -6,73 +6,31 @@ Vocabulary: H query heads, head_dim the size of a query / key head, value_dim th
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 import math
-import sys
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin
+
+from plait.fields import (
+    FieldError,
+    arms_of,
+    check,
+    check_choice,
+    check_divides,
+    check_positive,
+    field_types,
+    fit,
+    show,
+    suggest,
+)
 
 NormKind = Literal["rms", "rms1p", "layer"]
 MlpKind = Literal["swiglu", "geglu", "gelu", "relu2"]
 
 
-def suggest(word: str, allowed: Iterable[str]) -> str:
-    """'nearest: x; allowed: x, y, z', the tail of an error about an unknown word."""
-    allowed = list(allowed)
-    close = difflib.get_close_matches(word.lower(), allowed, n=3, cutoff=0.5)
-    return (f"nearest: {', '.join(close)}; " if close else "") + f"allowed: {', '.join(allowed)}"
-
-
-def show(value: Any) -> str:
-    """repr for an error message, cut to a length that stays readable."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
-
-
-field_types = functools.cache(get_type_hints)
-"""a config class -> the type of each field; cached, as building one takes longer than building a config"""
-
-
-class FieldError(ValueError):
-    """A field of a config with a value that it cannot take. `owner` is what the reader calls the config."""
-
-    def __init__(self, owner: str, field: str, value: Any, allowed: str):
-        super().__init__(f"{owner}: {field} = {show(value)}; it must be {allowed}")
-        self.field, self.value, self.allowed = field, value, allowed
-
-
-def _check(config: Any, ok: bool, field: str, allowed: str) -> None:
-    if not ok:
-        raise FieldError(config.kind, field, getattr(config, field), allowed)
-
-
-def _check_choice(config: Any, *fields: str) -> None:
-    hints = field_types(type(config))
-    for field in fields:
-        try:
-            fit(hints[field], getattr(config, field))
-        except ValueError as error:
-            raise FieldError(config.kind, field, getattr(config, field), str(error)) from None
-
-
-def _check_positive(config: Any, *fields: str) -> None:
-    for field in fields:
-        value = getattr(config, field)
-        _check(config, 0 < value < math.inf, field, f"a {'finite ' if isinstance(value, float) else ''}number above 0")
-
-
-def _check_divides(config: Any, part: str, whole: str) -> None:
-    size, total = getattr(config, part), getattr(config, whole)
-    _check(config, size > 0 and total % size == 0, part, f"a divisor of {whole} = {total}")
-
-
 def _check_conv(config: Any) -> None:
-    _check(config, config.conv_size == 0 or config.conv_size >= 2, "conv_size", "0 (none) or at least 2")
+    check(config, config.conv_size == 0 or config.conv_size >= 2, "conv_size", "0 (none) or at least 2")
 
 
 def _check_expands(config: Any, *fields: str) -> None:
@@ -81,7 +39,7 @@ def _check_expands(config: Any, *fields: str) -> None:
         factor = getattr(config, field)
         size = config.head_dim * factor if 0 < factor < 2**31 else 0
         whole = size >= 1 and abs(size - round(size)) <= 1e-9
-        _check(config, whole, field, f"a factor that takes head_dim = {config.head_dim} to a whole number above 0")
+        check(config, whole, field, f"a factor that takes head_dim = {config.head_dim} to a whole number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +102,16 @@ class Softmax:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_positive(self, "num_heads", "head_dim", "norm_eps")
-        _check_divides(self, "num_kv_heads", "num_heads")
-        _check_choice(self, "qk_norm", "logn")
-        _check(self, self.window_size is None or self.window_size >= 1, "window_size", "at least 1, or none")
-        _check(self, self.rope_theta is None or 1 < self.rope_theta < math.inf, "rope_theta", "above 1, or none")
-        _check(self, 0 < self.rope_fraction <= 1, "rope_fraction", "above 0 and at most 1")
+        check_positive(self, "num_heads", "head_dim", "norm_eps")
+        check_divides(self, "num_kv_heads", "num_heads")
+        check_choice(self, "qk_norm", "logn")
+        check(self, self.window_size is None or self.window_size >= 1, "window_size", "at least 1, or none")
+        check(self, self.rope_theta is None or 1 < self.rope_theta < math.inf, "rope_theta", "above 1, or none")
+        check(self, 0 < self.rope_fraction <= 1, "rope_fraction", "above 0 and at most 1")
         even = self.rope_theta is None or (self.rotary_dim >= 2 and self.rotary_dim % 2 == 0)
-        _check(self, even, "rope_fraction", f"a share of head_dim = {self.head_dim} that is an even number, 2 or more")
+        check(self, even, "rope_fraction", f"a share of head_dim = {self.head_dim} that is an even number, 2 or more")
         if self.logn is not None:
-            _check(self, 1 < (self.logn_base or 0) < math.inf, "logn_base", f"above 1 with logn = {self.logn}")
+            check(self, 1 < (self.logn_base or 0) < math.inf, "logn_base", f"above 1 with logn = {self.logn}")
 
     @property
     def rotary_dim(self) -> int:
@@ -193,10 +151,10 @@ class Gdn:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_positive(self, "num_heads", "num_kv_heads", "num_v_heads", "head_dim", "norm_eps")
+        check_positive(self, "num_heads", "num_kv_heads", "num_v_heads", "head_dim", "norm_eps")
         _check_conv(self)
-        _check_divides(self, "num_kv_heads", "num_heads")
-        _check(
+        check_divides(self, "num_kv_heads", "num_heads")
+        check(
             self,
             self.num_v_heads == self.num_kv_heads
             or (self.num_heads == self.num_kv_heads and self.num_v_heads % self.num_heads == 0),
@@ -231,7 +189,7 @@ class Gla:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_positive(self, "num_heads", "head_dim", "gate_rank", "norm_eps")
+        check_positive(self, "num_heads", "head_dim", "gate_rank", "norm_eps")
         _check_conv(self)
         _check_expands(self, "expand_k", "expand_v")
 
@@ -264,9 +222,9 @@ class Kda:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_positive(self, "num_heads", "head_dim", "norm_eps")
+        check_positive(self, "num_heads", "head_dim", "norm_eps")
         _check_conv(self)
-        _check_choice(self, "dt_init")
+        check_choice(self, "dt_init")
         _check_expands(self, "expand_v")
 
     @property
@@ -293,8 +251,8 @@ class Mamba2:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_positive(self, "num_heads", "head_dim", "state_dim", "norm_eps")
-        _check_divides(self, "num_groups", "num_heads")
+        check_positive(self, "num_heads", "head_dim", "state_dim", "norm_eps")
+        check_divides(self, "num_groups", "num_heads")
         _check_conv(self)
 
     @property
@@ -323,11 +281,11 @@ class Lightning:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_positive(self, "num_heads", "head_dim", "norm_eps")
-        _check_divides(self, "num_kv_heads", "num_heads")
-        _check(self, self.gate_rank >= 0, "gate_rank", "0 (no gate) or above")
-        _check(self, len(self.slopes) == self.num_heads, "slopes", f"one number for each of {self.num_heads} heads")
-        _check(self, all(0 <= slope < math.inf for slope in self.slopes), "slopes", "numbers of 0 or above")
+        check_positive(self, "num_heads", "head_dim", "norm_eps")
+        check_divides(self, "num_kv_heads", "num_heads")
+        check(self, self.gate_rank >= 0, "gate_rank", "0 (no gate) or above")
+        check(self, len(self.slopes) == self.num_heads, "slopes", f"one number for each of {self.num_heads} heads")
+        check(self, all(0 <= slope < math.inf for slope in self.slopes), "slopes", "numbers of 0 or above")
 
     @property
     def value_dim(self) -> int:
@@ -367,13 +325,13 @@ class Heads:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_choice(self, "order")
+        check_choice(self, "order")
         if len(self.parts) < 2:
             raise ValueError(f"heads: {len(self.parts)} part; it takes two or more")
         for part in self.parts:
             if len(part.heads) != part.mixer.num_out_heads:
                 raise ValueError(
-                    f"heads: {part.mixer.kind} has {part.mixer.num_out_heads} heads but is given {len(part.heads)}:"
+                    f"heads: {family(part.mixer)} has {part.mixer.num_out_heads} heads but is given {len(part.heads)}:"
                     f" {show(list(part.heads))}"
                 )
         mapped = sorted(head for part in self.parts for head in part.heads)
@@ -411,7 +369,7 @@ class Mix:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_choice(self, "fuse")
+        check_choice(self, "fuse")
         if len(self.mixers) < 2:
             raise ValueError(f"mix: {len(self.mixers)} mixer; it takes two or more")
         if self.fuse != "project":
@@ -438,7 +396,7 @@ class Mix:
 
 
 def _same_value_dim(config: Heads | Mix, mixers: Iterable) -> None:
-    sizes = {f"{mixer.kind} {mixer.value_dim}" for mixer in mixers}
+    sizes = {f"{family(mixer)} {mixer.value_dim}" for mixer in mixers}
     if len({size.split()[1] for size in sizes}) > 1:
         raise ValueError(f"{config.kind}: value sizes per head differ ({', '.join(sorted(sizes))}); they must be equal")
 
@@ -469,11 +427,11 @@ class Layer:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        _check_choice(self, "mlp", "norm", "norm_placement")
-        _check(self, self.d_ff >= 0, "d_ff", "0 (no MLP) or above")
-        _check_positive(self, "norm_eps")
+        check_choice(self, "mlp", "norm", "norm_placement")
+        check(self, self.d_ff >= 0, "d_ff", "0 (no MLP) or above")
+        check_positive(self, "norm_eps")
         for field in ("mixer_multiplier", "mlp_multiplier"):
-            _check(self, math.isfinite(getattr(self, field)), field, "finite")
+            check(self, math.isfinite(getattr(self, field)), field, "finite")
         if self.parallel and (self.norm_placement != "pre" or self.d_ff == 0):
             raise ValueError("layer: parallel = True; it needs norm_placement = pre and an MLP")
 
@@ -534,7 +492,7 @@ def from_json(cls: type, data: Any, where: str) -> Any:
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
-    arms = _arms(hint)
+    arms = arms_of(hint)
     if value is None and type(None) in arms:
         return None
     classes: list[type] = [arm for arm in arms if isinstance(arm, type) and dataclasses.is_dataclass(arm)]
@@ -553,46 +511,9 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where}: {show(value)}; it must be {error}") from None
 
 
-def _decode_kind(arms: list[type], value: Any, where: str) -> Any:
-    kinds: dict[str, type] = {arm.kind: arm for arm in arms}  # pyright: ignore[reportAttributeAccessIssue]
+def _decode_kind(classes: list[type], value: Any, where: str) -> Any:
+    kinds: dict[str, type] = {cls.kind: cls for cls in classes}  # pyright: ignore[reportAttributeAccessIssue]
     kind = value.get("kind") if isinstance(value, Mapping) else None
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"{where}: kind {show(kind)}; {suggest(str(kind), kinds)}")
     return from_json(kinds[kind], {key: item for key, item in value.items() if key != "kind"}, where)
-
-
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a finite number",
-    bool: "true or false",
-    str: "a word",
-    Path: "a path",
-    type(None): "none",
-}
-
-
-def _arms(hint: Any) -> tuple:
-    return get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
-def fit(hint: Any, value: Any) -> Any:
-    """A plain value as a field of this type takes it (whole numbers pass as floats); ValueError says what it takes."""
-    words = []
-    for arm in _arms(hint):
-        if get_origin(arm) is Literal:
-            choices = get_args(arm)
-            if value in choices:
-                return value
-            close = difflib.get_close_matches(str(value).lower(), choices)
-            words.append(f"one of {', '.join(choices)}" + (f" (nearest: {', '.join(close)})" if close else ""))
-        elif _is(arm, value):
-            return float(value) if arm is float else value
-        else:
-            words.append(_WORDS[arm])
-    raise ValueError(", or ".join(words))
-
-
-def _is(arm: type, value: Any) -> bool:
-    if arm is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither infinite nor NaN
-    return type(value) is arm and (arm is not int or abs(value) < 2**53)

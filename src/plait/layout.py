@@ -1,9 +1,4 @@
-"""Layout strings <-> an explicit tuple of layers. No torch.
-
-    layout := item { " " item }          item := [N "*"] atom
-    atom   := mixer | "(" layout ")" | "heads(" part ", " part { ", " part } ")" [ opts ]
-            | "mix(" mixer " + " mixer { " + " mixer } ")" [ opts ]
-    part   := share ":" mixer            mixer := name [ opts ]        opts := "[" key=value { ", " key=value } "]"
+"""Layout strings <-> an explicit tuple of layers; the grammar is in syntax.py. No torch.
 
 The pattern repeats until it fills the model, exactly. Keys are the fields of the mixer and of the layer.
 """
@@ -15,19 +10,15 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from plait.config import (
-    FieldError,
     Gdn,
-    Gla,
     HeadPart,
     Heads,
-    Kda,
     Layer,
     Leaf,
     Lightning,
@@ -38,39 +29,14 @@ from plait.config import (
     NormKind,
     Softmax,
     family,
-    field_types,
-    fit,
-    show,
-    suggest,
 )
+from plait.fields import FieldError, field_types, fit, show, suggest
+from plait.syntax import ALIASES, NAMES, SHORT, LayoutError, Node, Parser
 
-NAMES: dict[str, type] = {
-    "full": Softmax,
-    "nope": Softmax,
-    "swa": Softmax,
-    "gla": Gla,
-    "gdn": Gdn,
-    "kda": Kda,
-    "mamba2": Mamba2,
-    "lightning": Lightning,
-}
-ALIASES = {"window": "window_size"}
-"""short keys of layout strings"""
-SHORT = {field: key for key, field in ALIASES.items()}
 DERIVED = {Mamba2: {"expand": float}, Lightning: {"slope_family": Literal["geometric", "linear"]}}
 """keys that only help to work out a field: num_heads = expand * d_model / head_dim; slopes from a published family"""
 LAYER_KEYS = {f.name: field_types(Layer)[f.name] for f in dataclasses.fields(Layer) if f.name != "mixer"}
 """keys of the layer, with their types; a mixer's own key of the same name comes first"""
-MAX_DEPTH = 20
-"""of groups in groups"""
-
-
-class LayoutError(ValueError):
-    """A layout string that cannot be read; `position` counts characters from 0."""
-
-    def __init__(self, message: str, position: int):
-        super().__init__(f"layout, position {position}: {message}")
-        self.position = position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,205 +80,12 @@ class Defaults:
         return self.head_dim or self.d_model // self.num_heads
 
 
-# Syntax: text -> a list of nodes that know their place in it.
-
-
-@dataclass(frozen=True)
-class _Value:
-    value: Any
-    at: int
-    """place of the value"""
-    key_at: int = 0
-
-
-@dataclass(frozen=True)
-class _Node:
-    """name is a mixer's, `heads` or `mix`."""
-
-    name: str
-    at: int
-    options: dict[str, _Value]
-    children: tuple[_Node, ...] = ()
-    shares: tuple[int, ...] = ()
-
-
-class _Parser:
-    word = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-    integer = re.compile(r"[0-9]{1,9}")
-    value = re.compile(r"[^\s,\]\[]+")
-
-    def __init__(self, text: str, num_layers: int):
-        self.text, self.at, self.num_layers, self.depth = text, 0, num_layers, 0
-
-    def fail(self, message: str, at: int | None = None) -> NoReturn:
-        raise LayoutError(message, self.at if at is None else at)
-
-    def peek(self) -> str:
-        return self.text[self.at : self.at + 1]
-
-    def found(self) -> str:
-        return f"found {self.peek()!r}" if self.peek() else "found the end"
-
-    def spaces(self) -> None:
-        while self.peek().isspace():
-            self.at += 1
-
-    def take(self, pattern: re.Pattern) -> str | None:
-        match = pattern.match(self.text, self.at)
-        if match is None:
-            return None
-        self.at = match.end()
-        return match.group()
-
-    def expect(self, char: str, context: str) -> None:
-        self.spaces()
-        if self.peek() != char:
-            self.fail(f"{self.found()}; {context} needs {char!r} here")
-        self.at += 1
-
-    def layout(self, closing: str) -> list[_Node]:
-        start, nodes = self.at, []
-        while True:
-            self.spaces()
-            if self.peek() == closing:
-                if not nodes:
-                    self.fail("the layout is empty; name at least one mixer")
-                return nodes
-            if not self.peek():
-                self.fail(f"found the end; the group that starts at position {start - 1} needs {closing!r}")
-            nodes += self.item()
-            if self.peek() and self.peek() != closing and not self.peek().isspace():
-                self.fail(f"{self.found()}; a space separates the items of a layout")
-
-    def item(self) -> list[_Node]:
-        start = self.at
-        count = self.take(self.integer)
-        if count is not None:
-            self.expect("*", f"the count {count}")
-            self.spaces()
-            if int(count) < 1:
-                self.fail("count 0; it must be at least 1", start)
-        if self.peek() == "(":
-            self.at, self.depth = self.at + 1, self.depth + 1
-            if self.depth > MAX_DEPTH:
-                self.fail(f"groups nest more than {MAX_DEPTH} deep")
-            nodes = self.layout(")")
-            self.at, self.depth = self.at + 1, self.depth - 1
-        else:
-            nodes = [self.atom()]
-        total = len(nodes) * int(count or 1)
-        if total > self.num_layers:
-            self.fail(f"{total} layers; the model has num_layers = {self.num_layers}", start)
-        return nodes * int(count or 1)
-
-    def atom(self) -> _Node:
-        start = self.at
-        name = self.take(self.word)
-        if name is None:
-            self.fail(f"{self.found()}; {suggest(self.peek(), [*NAMES, 'heads', 'mix'])}")
-        if name == "heads":
-            return self.heads(start)
-        if name == "mix":
-            return self.mix(start)
-        return self.mixer(name, start, [*NAMES, "heads", "mix"])
-
-    def mixer(self, name: str | None, at: int, allowed: list[str]) -> _Node:
-        if name is None:
-            self.fail(f"{self.found()}; {suggest(self.peek(), allowed)}")
-        if name not in NAMES:
-            nested = " (heads and mix do not nest)" if name in ("heads", "mix") else ""
-            self.fail(f"unknown mixer {show(name)}{nested}; {suggest(name, allowed)}", at)
-        return _Node(name, at, self.options())
-
-    def heads(self, start: int) -> _Node:
-        self.expect("(", "heads")
-        children, shares = [], []
-        while True:
-            self.spaces()
-            share = self.take(self.integer)
-            if share is None:
-                self.fail(f"{self.found()}; a part of heads(...) starts with its share, as 3:gdn")
-            if int(share) < 1:
-                self.fail("share 0; it must be at least 1", self.at - len(share))
-            self.expect(":", f"the share {share}")
-            self.spaces()
-            at = self.at
-            children.append(self.mixer(self.take(self.word), at, list(NAMES)))
-            shares.append(int(share))
-            self.spaces()
-            if self.peek() != ",":
-                break
-            self.at += 1
-        self.expect(")", "heads")
-        if len(children) < 2:
-            self.fail("heads takes two or more parts", start)
-        return _Node("heads", start, self.options(), tuple(children), tuple(shares))
-
-    def mix(self, start: int) -> _Node:
-        self.expect("(", "mix")
-        children = []
-        while True:
-            self.spaces()
-            at = self.at
-            children.append(self.mixer(self.take(self.word), at, list(NAMES)))
-            self.spaces()
-            if self.peek() != "+":
-                break
-            self.at += 1
-        self.expect(")", "mix")
-        if len(children) < 2:
-            self.fail("mix takes two or more mixers", start)
-        return _Node("mix", start, self.options(), tuple(children))
-
-    def options(self) -> dict[str, _Value]:
-        before = self.at
-        self.spaces()
-        if self.peek() != "[":
-            self.at = before
-            return {}
-        self.at += 1
-        options: dict[str, _Value] = {}
-        while True:
-            self.spaces()
-            start = self.at
-            key = self.take(self.word)
-            if key is None:
-                self.fail(f"{self.found()}; an option is written key=value")
-            if ALIASES.get(key, key) in [ALIASES.get(word, word) for word in options]:
-                self.fail(f"key {show(key)} is given twice", start)
-            self.expect("=", f"the key {show(key)}")
-            self.spaces()
-            at = self.at
-            text = self.take(self.value)
-            if text is None:
-                self.fail(f"{self.found()}; {show(key)} needs a value")
-            options[key] = _Value(_literal(text), at, start)
-            self.spaces()
-            if self.peek() != ",":
-                break
-            self.at += 1
-        self.expect("]", "a list of options")
-        return options
-
-
-def _literal(text: str) -> Any:
-    lowered = text.lower()
-    if lowered in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[lowered]
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
-
-
-# Meaning: nodes -> configs.
+# Nodes -> configs.
 
 
 def parse_layout(layout: str, defaults: Defaults) -> tuple[Layer, ...]:
     """The explicit layers of a layout string, one for each of `defaults.num_layers`."""
-    pattern = _Parser(layout, defaults.num_layers).layout("")
+    pattern = Parser(layout, defaults.num_layers).layout("")
     length, num_layers = len(pattern), defaults.num_layers
     if num_layers % length:
         near = [str(n) for n in (num_layers - num_layers % length, num_layers - num_layers % length + length) if n]
@@ -323,7 +96,7 @@ def parse_layout(layout: str, defaults: Defaults) -> tuple[Layer, ...]:
     return tuple(_layer(node, i, defaults) for i, node in enumerate(pattern * (num_layers // length)))
 
 
-def _layer(node: _Node, index: int, defaults: Defaults) -> Layer:
+def _layer(node: Node, index: int, defaults: Defaults) -> Layer:
     own = _keys(node.name)
     given = _given(node, {**LAYER_KEYS, **own})
     values = _layer_defaults(defaults) | _overrides(node.name, defaults, LAYER_KEYS.keys() - own.keys())
@@ -363,7 +136,7 @@ def _overrides(name: str, defaults: Defaults, fields: Set[str]) -> dict[str, Any
     return {field: value for field, value in options.items() if field in fields}
 
 
-def _given(node: _Node, hints: Mapping[str, Any]) -> dict[str, Any]:
+def _given(node: Node, hints: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a node, by field."""
     values = {}
     for key, option in node.options.items():
@@ -378,7 +151,7 @@ def _given(node: _Node, hints: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _placed(node: _Node) -> Iterator[None]:
+def _placed(node: Node) -> Iterator[None]:
     """Errors of a node's config, in the words of the layout and at the place they are about."""
     try:
         yield
@@ -393,7 +166,7 @@ def _placed(node: _Node) -> Iterator[None]:
         raise LayoutError(str(error), node.at) from None
 
 
-def _mixer(node: _Node, given: dict[str, Any], index: int, defaults: Defaults) -> Mixer:
+def _mixer(node: Node, given: dict[str, Any], index: int, defaults: Defaults) -> Mixer:
     if node.name == "heads":
         return _heads(node, given, index, defaults)
     if node.name != "mix":
@@ -417,7 +190,7 @@ class _Place:
     """in heads(...) or mix(...)"""
 
 
-def _child(node: _Node, place: _Place, defaults: Defaults) -> Leaf:
+def _child(node: Node, place: _Place, defaults: Defaults) -> Leaf:
     """A mixer inside heads(...) or mix(...)."""
     own = _keys(node.name)
     for key, option in node.options.items():
@@ -428,7 +201,7 @@ def _child(node: _Node, place: _Place, defaults: Defaults) -> Leaf:
     return _leaf(node, _given(node, own), place, defaults)
 
 
-def _leaf(node: _Node, given: dict[str, Any], place: _Place, defaults: Defaults) -> Leaf:
+def _leaf(node: Node, given: dict[str, Any], place: _Place, defaults: Defaults) -> Leaf:
     if "expand" in given and "num_heads" in given:
         raise LayoutError("mamba2: expand gives num_heads, so one of them is too much", node.options["expand"].key_at)
     inherited = _keys(node.name).keys() - ({"num_heads", "expand"} if place.inside else set())
@@ -475,7 +248,7 @@ def _slopes(slope_family: str, num_heads: int, index: int, num_layers: int) -> t
     return tuple(2 ** (-8 * (h + 1) / num_heads) * depth for h in range(num_heads))
 
 
-def _heads(node: _Node, given: dict[str, Any], index: int, defaults: Defaults) -> Heads:
+def _heads(node: Node, given: dict[str, Any], index: int, defaults: Defaults) -> Heads:
     """Shares are a ratio over the query heads; the first part takes the first heads."""
     common, unit = math.gcd(*node.shares), defaults.num_heads
     shares = [share // common for share in node.shares]

@@ -38,9 +38,9 @@ def score_tokens(model: LM, tokens_BT: Tensor, targets_BT: Tensor) -> Scores:
     x_BTD = model.hidden(tokens_BT)
     wanted = targets_BT != IGNORE
     x_ND, target_N = x_BTD[wanted], targets_BT[wanted]
-    pieces = [(x_ND, target_N)] if torch.is_grad_enabled() else zip(x_ND.split(CHUNK), target_N.split(CHUNK), strict=True)
+    size = len(target_N) if torch.is_grad_enabled() else CHUNK
     losses, correct = [], []
-    for x, target in pieces:
+    for x, target in zip(x_ND.split(size), target_N.split(size), strict=True):
         logits = model.logits(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses.append(F.cross_entropy(logits, target, reduction="none"))

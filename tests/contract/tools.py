@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from contract.configs import disturb
 from torch import Tensor
 
-from contract.configs import disturb
 from plait.config import Mixer
 from plait.mixers import MixerModule, build_mixer
 from plait.mixers.seq import Seq
@@ -13,11 +13,17 @@ from plait.mixers.seq import Seq
 
 @torch.no_grad()
 def make_mixer(
-    config: Mixer, d_model: int, *, seed: int = 0, backend: str = "torch", dtype: torch.dtype = torch.float64
+    config: Mixer,
+    d_model: int,
+    *,
+    seed: int = 0,
+    backend: str = "torch",
+    dtype: torch.dtype = torch.float64,
+    gain: float = 1.2,
 ) -> MixerModule:
     """With weights large enough to matter; equal seeds give equal weights, rounded to `dtype`."""
     mixer = build_mixer(config, d_model, backend)
-    mixer.init_weights(1.2 * d_model**-0.5, torch.Generator().manual_seed(seed))
+    mixer.init_weights(gain * d_model**-0.5, torch.Generator().manual_seed(seed))
     disturb(mixer, seed)
     return mixer.to(dtype)
 

@@ -20,8 +20,8 @@ def small_spec(layout: str = "gdn nope", **sizes) -> Spec:
     return Spec.from_layout(layout, context_length=8448, **sizes)
 
 
-def freeze(start: int, stop: int | None) -> dict:
-    return {"families": ["recurrent"], "scope": "block", "start": start, "stop": stop}
+def freeze(start: int, stop: int | None) -> str:
+    return f"recurrent:{start}-{'' if stop is None else stop}"
 
 
 def provenance(spec_hash: str, step: int = 0) -> dict:
@@ -44,8 +44,8 @@ def write_run(path: Path, spec: Spec, records: list[Record], config: dict | None
     return path
 
 
-def settings(name: str, freezes: list[dict], **more) -> dict:
-    base = {"name": name, "task": "spaced_retrieval", "gaps": list(GAPS), "steps": STEPS, "batch_size": 32}
+def settings(freezes: list, **more) -> dict:
+    base = {"task": "spaced-retrieval", "gaps": list(GAPS), "steps": STEPS, "batch_size": 32}
     return base | {"lr": 3e-4, "warmup": 100, "seed": 0, "freeze": freezes} | more
 
 
@@ -78,21 +78,21 @@ def synthetic_records(spec: Spec, score: Callable[[str, int], float], learnt: in
 
     for step in range(1, STEPS + 1):
         loss = 0.008 + 2.3 * (1 - rise(step, learnt, 28)) * (1 + 0.05 * rng.gauss(0, 1)) + 0.004 * rng.random()
-        values = {"loss": loss, "lr": 3e-4, "grad_norm": 1 + rng.random(), "clip": 1.0, "seconds": 0.2}
+        values = {"loss": loss, "lr": 3e-4, "grad_norm": 1 + rng.random(), "clip": 1.0, "seconds": step * 0.35}
         yield row("train", "loss", step, values)
     for step in range(0, STEPS + 1, 20):
         families = ("gdn", "nope")
         for gap in GAPS:
             share = max(0.1, rise(step, learnt + (12 if gap == 64 else 45), 20, 0.999))
             values = {"accuracy": round(min(share + 0.01 * rng.random(), 1.0), 4), "loss": 0.1}
-            yield row("eval", "accuracy", step, values, task="spaced_retrieval", gap=gap)
+            yield row("eval", "accuracy", step, values, task="spaced-retrieval", gap=gap)
             shares = {"gdn": (0.7, 1.3), "nope": (1.4, 0.6)}
             means = {}
             for family in families:
                 mean = score(family, step) * (1.0 if gap == 64 else 0.93) + rng.gauss(0, 0.03)
                 means[family] = mean
                 for layer, part in zip((0, 2) if family == "gdn" else (1, 3), shares[family], strict=True):
-                    axes = {"layer": layer, "family": family, "gap": gap, "task": "spaced_retrieval"}
+                    axes = {"layer": layer, "family": family, "gap": gap, "task": "spaced-retrieval"}
                     yield row("probe", "retrieval_score", step, {"score": mean * part}, **axes)
             for family, mean in means.items():
                 yield row("probe", "retrieval_score", step, {"score": mean}, family=family, gap=gap, reduce="mean")
@@ -104,12 +104,12 @@ def write_competition(root: Path) -> list[Path]:
     plan = [
         ("vanilla", vanilla_score, 210, [], {}),
         ("frozen", frozen_score, 150, [freeze(0, None)], {}),
-        ("released", released_score, 150, [freeze(0, 250)], {"from": {"run": "frozen", "step": 250}}),
+        ("released", released_score, 150, [freeze(0, 250)], {"branch": "frozen@250"}),
     ]
     paths = []
     for seed, (name, score, learnt, freezes, more) in enumerate(plan):
         records = list(synthetic_records(spec, score, learnt, seed))
-        paths.append(write_run(root / name, spec, records, settings(name, freezes, **more)))
+        paths.append(write_run(root / name, spec, records, settings(freezes, **more)))
         (paths[-1] / "checkpoints" / "step-00000600").mkdir(parents=True)
     return paths
 

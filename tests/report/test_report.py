@@ -176,6 +176,16 @@ def test_frozen_layers_are_marked(built):
     assert bands == [(0, STEPS), (0, 250)] * 4
 
 
+def test_freezes_may_be_objects(tmp_path):
+    told = {"families": ["nope"], "scope": "mixer", "start": 5, "stop": None}
+    run = load_run(write_run(tmp_path / "objects", small_spec(), [], settings([told])))
+    assert (run.freezes[0].layers, run.freezes[0].scope, run.freezes[0].updates) == (
+        (1, 3),
+        "mixer",
+        "from update 6 on",
+    )
+
+
 def test_the_blocks_tell_their_layer(built):
     _, html = built
     blocks = [attrs for tag, attrs in Page(html).tags if tag == "li" and "data-facts" in attrs]
@@ -285,7 +295,7 @@ def test_a_mean_that_names_no_task_is_of_the_run_s_task(built):
 
 
 def condition(gap: int) -> Condition:
-    return Condition("spaced_retrieval", gap)
+    return Condition("spaced-retrieval", gap)
 
 
 def test_training_batches_stand_in_for_held_out_accuracy(tmp_path):
@@ -311,7 +321,7 @@ def test_names_are_escaped(tmp_path):
 def test_settings_that_differ(built):
     page = Page(built[1])
     table = page.text.split("Settings that differ")[1].split("All settings")[0]
-    assert "freeze[0].stop" in table and "from.step" in table and "batch_size" not in table
+    assert "recurrent:0-250" in table and "frozen@250" in table and "batch_size" not in table
     assert flatten({"a": {"b": [1, 2]}, "c": [], "d": None, "e": True}) == {
         "a.b": "1, 2",
         "c": "none",
@@ -357,7 +367,7 @@ def test_errors(tmp_path):
         with pytest.raises(ValueError, match=rf"run .*: {file} is missing; a run is a directory with") as error:
             load_run(path)
         assert "\n" not in str(error.value)
-    path = write_run(tmp_path / "wrong", spec, [], settings("wrong", [freeze(0, 5) | {"families": ["kda"]}]))
+    path = write_run(tmp_path / "wrong", spec, [], settings(["kda:0-5"]))
     with pytest.raises(ValueError, match=r"config.json: freeze\[0\]: family 'kda': no layer has it"):
         load_run(path)
 
@@ -394,7 +404,7 @@ def test_layouts_are_split_at_layers(text, words):
 def test_every_kind_of_block_is_drawn(tmp_path):
     layout = "swa[window=8] heads(3:gdn, 1:nope) kda mix(swa[window=8] + gdn) mamba2 lightning gla full"
     spec = small_spec(layout, num_layers=8, num_heads=4, d_model=256)
-    html = render([load_run(write_run(tmp_path / "zoo", spec, [], settings("zoo", [freeze(3, 9)])))])
+    html = render([load_run(write_run(tmp_path / "zoo", spec, [], settings([freeze(3, 9)])))])
     page = Page(html)
     for word in ("3 gdn", "1 nope", "heads(gdn, nope)", "mix(swa + gdn)", "Kimi Delta Attention", "recurrent"):
         assert word in page.text
@@ -411,6 +421,8 @@ def test_every_kind_of_block_is_drawn(tmp_path):
         (fmt.size(70_144), "68.5 KiB"),
         (fmt.flops(538.4e6), "538 MFLOP"),
         (fmt.context(1 << 15), "32K"),
+        (fmt.duration(41.6), "42 s"),
+        (fmt.duration(3725), "1 h 2 min"),
         (fmt.score(-0.051), "\u22120.05"),
         (fmt.score(-0.001), "0.00"),
         (fmt.percent(1), "100%"),

@@ -112,10 +112,14 @@ def _banded(q_BTHE, k_BTGE, v_BTGE, window_size: int, block: int, sink_H) -> Ten
     padding = -T % block
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, block)) for x in (q_BTHE, k_BTGE, v_BTGE))
     k, v = (torch.cat((x[:, :-1], x[:, 1:]), 2).flatten(0, 1) for x in (k, v))
-    i = torch.arange(block, device=q.device)
-    mask = _visible(block + i[None], torch.arange(2 * block, device=q.device)[None], window_size)
-    o = _grouped_sdpa(q[:, 1:].flatten(0, 1), k, v, mask, sink_H)
-    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - block]
+    q, places = q[:, 1:].flatten(0, 1), torch.arange(2 * block, device=q.device)[None]
+    step = max(1, MASK_ELEMENTS // (H // k.shape[2] * 2 * block))
+    outs = []
+    for start in range(0, block, step):
+        seen = slice(max(block + start - window_size + 1, 0), block + start + step)
+        mask = _visible(places[:, block + start : block + start + step], places[:, seen], window_size)
+        outs.append(_grouped_sdpa(q[:, start : start + step], k[:, seen], v[:, seen], mask, sink_H))
+    return torch.cat(outs, 1).unflatten(0, (B, -1)).flatten(1, 2)[:, : T - block]
 
 
 def _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, mask_BTL, sink_H) -> Tensor:

@@ -106,7 +106,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def new_state(self, batch: int, max_length: int, *, dtype: torch.dtype, device: torch.device) -> State:
-        """Buffers for `batch` sequences of up to `max_length` tokens; `dtype` is that of keys, values and activations."""
+        """Buffers for `batch` sequences of up to `max_length` tokens; `dtype` is for keys, values and activations."""
         raise NotImplementedError
 
 

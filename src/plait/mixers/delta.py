@@ -306,8 +306,8 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c + a b, in the place of c where that saves a copy."""
-    return torch.baddbmm(c, a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
+    """c + a b, in the place of c."""
+    return c.add_(_mm(a, b)) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
 
 
 def _unit_inverse(lower_NCC: Tensor) -> Tensor:

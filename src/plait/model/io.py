@@ -60,7 +60,8 @@ def load(
 ) -> LM:
     """The model of a directory that `save` or a training run wrote; dtype None keeps that of the file.
 
-    Raises ValueError in one line for a missing or truncated file, a tensor that is missing, unknown or of another shape.
+    Raises ValueError in one line for a missing or truncated file, and for a tensor that is missing, unknown or of
+    another shape.
     """
     path = Path(path)
     if not path.is_dir():
@@ -98,4 +99,5 @@ def check_tensors(path: Path, tensors: dict[str, Tensor], shapes: dict[str, torc
         if name not in shapes:
             raise ValueError(f"{path}: tensor {name} has no place in this model")
         if tensor.shape != shapes[name]:
-            raise ValueError(f"{path}: tensor {name} has shape {list(tensor.shape)}; the model's is {list(shapes[name])}")
+            there, here = list(tensor.shape), list(shapes[name])
+            raise ValueError(f"{path}: tensor {name} has shape {there}; the model's is {here}")

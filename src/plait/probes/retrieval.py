@@ -83,7 +83,8 @@ class _Side:
         self.outs_B1D = [outs[f"layers.{i}.mixer.out"] for i in range(model.spec.num_layers)]
 
     def _step(self) -> Tensor:
-        return self.model(self.token_B1, cache=self.cache.clone())[:, 0].float()
+        logits_BV = self.model(self.token_B1, cache=self.cache.clone())[:, 0]
+        return logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
 
     def effects(self, other: _Side, mine_B: Tensor, theirs_B: Tensor) -> Tensor:
         """Drop of the margin of my digit over theirs when a layer's output is theirs, [num_layers, B]."""

@@ -40,6 +40,10 @@ from plait.spec import Spec
 SMOOTH_FROM = 100
 """points from which a loss is drawn as dots under a moving mean"""
 MOST_POINTS = 300
+MOST_BEHIND = 100
+"""points of a line in the panels of other runs, of which a page holds as many as runs squared"""
+FEW_RUNS = 4
+"""runs up to which each panel also tells the losses of the others"""
 CONTEXTS = tuple(1 << power for power in range(8, 21))
 
 
@@ -66,7 +70,10 @@ def loss(runs: Sequence[Run], look: Look | None = None) -> list[Panel]:
     raw = {run.name: _raw(run) for run in runs}
     points = itertools.chain(*shown.values(), *held_out.values(), *raw.values())
     axes = training_axes(runs, extent((point.value for point in points), runs=runs), "loss")
-    others = [Line("other runs", series, palette.context, width=1.3, name=name) for name, series in shown.items()]
+    others = [
+        Line("other runs", thinned(series, MOST_BEHIND), palette.context, width=1.3, name=name)
+        for name, series in shown.items()
+    ]
     own = {
         name: [
             Line("training loss", series, palette.ink),
@@ -82,7 +89,8 @@ def loss(runs: Sequence[Run], look: Look | None = None) -> list[Panel]:
         layers = [*dots(raw[run.name], axes, palette.muted), *lines]
         has_loss = any(line.series for line in own[run.name])
         recorded = [own[run.name][0]._replace(series=data.training_loss(run)), *own[run.name][1:]]
-        layers = _training(run, layers, own[run.name] + behind if has_loss else [], axes, look, fmt.loss)
+        pointed = [*own[run.name], *(behind if len(behind) < FEW_RUNS else [])] if has_loss else []
+        layers = _training(run, layers, pointed, axes, look, fmt.loss)
         panels.append(panel(run.name, layers, look, _story("Loss", run, recorded, fmt.loss)))
     return panels
 
@@ -199,17 +207,26 @@ def smoothed(series: Series) -> Series:
     end = len(series) - 1
     half = smoothing_window(series) // 2
     result = []
-    for i in sorted({*range(0, end, math.ceil(len(series) / MOST_POINTS)), end}):
+    for i in _spread(len(series), MOST_POINTS):
         first, past = max(i - half, 0), min(i + half, end) + 1
         number = counts[past] - counts[first]
         result.append(Point(series[i].step, (sums[past] - sums[first]) / number if number else None))
     return result
 
 
+def thinned(series: Series, most: int) -> Series:
+    return [series[i] for i in _spread(len(series), most)]
+
+
+def _spread(number: int, most: int) -> list[int]:
+    """Indices evenly over a series, its last among them."""
+    return sorted({*range(0, number, math.ceil(number / most)), number - 1}) if number else []
+
+
 def _raw(run: Run) -> Series:
     """The points under a smoothed line, thinned; none under a line that shows them itself."""
     series = data.training_loss(run)
-    return series[:: math.ceil(len(series) / MOST_POINTS)] if len(series) >= SMOOTH_FROM else []
+    return thinned(series, MOST_POINTS) if len(series) >= SMOOTH_FROM else []
 
 
 def _all_scores(runs: Sequence[Run]) -> list[float | None]:

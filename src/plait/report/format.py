@@ -58,6 +58,15 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 
+def duration(seconds: float) -> str:
+    """Two units: 3725 -> 1 h 2 min"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,}{SPACE}h {minutes}{SPACE}min"
+    return f"{minutes}{SPACE}min {rest}{SPACE}s" if minutes else f"{rest}{SPACE}s"
+
+
 def listing(words: list[str]) -> str:
     """a, b and c"""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""

@@ -250,5 +250,5 @@ def config(palette: Palette) -> dict[str, Any]:
 
 
 def rounded(value: float | None) -> float | None:
-    """Six digits, which is more than a chart shows and less than a page should carry."""
-    return None if value is None else float(f"{value:.6g}")
+    """Five digits, which is more than a chart shows."""
+    return None if value is None else float(f"{value:.5g}")

@@ -85,7 +85,9 @@ def _summary(runs: Sequence[Run]) -> str:
 
 
 def _sentences(run: Run) -> str:
-    return " ".join(filter(None, [summary.sentences(run), frozen_text(run)]))
+    branch = run.config.get("branch")
+    origin = f"It goes on from {esc(branch)}." if branch else ""
+    return " ".join(filter(None, [summary.sentences(run), frozen_text(run), origin]))
 
 
 def _layout(runs: Sequence[Run]) -> str:

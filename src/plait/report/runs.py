@@ -15,6 +15,7 @@ from plait.config import family, select_layers
 from plait.files import read_json
 from plait.records import Record, read
 from plait.spec import Spec
+from plait.train.config import Freeze
 
 
 class Point(NamedTuple):
@@ -41,7 +42,7 @@ class Condition(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freeze:
+class Frozen:
     """Layers that took no part in updates start + 1 to stop (None: to the end)."""
 
     layers: tuple[int, ...]
@@ -65,7 +66,7 @@ class Run:
     config: Mapping[str, Any]
     """empty where config.json is absent"""
     records: tuple[Record, ...]
-    freezes: tuple[Freeze, ...] = ()
+    freezes: tuple[Frozen, ...] = ()
     checkpoints: tuple[int, ...] = ()
     """steps"""
 
@@ -128,31 +129,25 @@ def load_run(path: Path, name: str | None = None) -> Run:
         spec=spec,
         config=config,
         records=tuple(read(path / "records.jsonl")),
-        freezes=_freezes(config.get("freeze"), spec, path / "config.json"),
+        freezes=_frozen(config.get("freeze"), spec, path / "config.json"),
         checkpoints=tuple(sorted(int(step[1]) for step in steps if step)),
     )
 
 
-def _freezes(entries: Any, spec: Spec, path: Path) -> tuple[Freeze, ...]:
-    entries = [entries] if isinstance(entries, dict) else entries or []
-    return tuple(_freeze(entry, spec, f"{path}: freeze[{i}]") for i, entry in enumerate(entries))
-
-
-def _freeze(entry: Any, spec: Spec, where: str) -> Freeze:
-    if not isinstance(entry, dict) or not isinstance(entry.get("families"), list):
-        raise ValueError(f"{where} = {entry!r}; it must be an object with families, scope, start and stop")
-    try:
-        layers = select_layers(spec.layers, entry["families"])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    families = [*dict.fromkeys(family(spec.layers[i].mixer) for i in layers)]
-    return Freeze(
-        layers=layers,
-        name=", ".join(families if len(families) < 3 else entry["families"]),
-        scope=entry.get("scope", "block"),
-        start=entry.get("start") or 0,
-        stop=entry.get("stop"),
-    )
+def _frozen(entries: Any, spec: Spec, path: Path) -> tuple[Frozen, ...]:
+    """From the settings: `recurrent:0-250`, or the same as an object with families, scope, start and stop."""
+    entries = entries if isinstance(entries, list) else [entries] if entries else []
+    found = []
+    for i, entry in enumerate(entries):
+        try:
+            told = Freeze.parse(entry) if isinstance(entry, str) else Freeze(**entry)
+            layers = select_layers(spec.layers, told.families)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: freeze[{i}]: {error}") from None
+        families = list(dict.fromkeys(family(spec.layers[layer].mixer) for layer in layers))
+        name = ", ".join(families if len(families) < 3 else told.families)
+        found.append(Frozen(layers=layers, name=name, scope=told.scope, start=told.start, stop=told.stop))
+    return tuple(found)
 
 
 def training_loss(run: Run) -> Series:

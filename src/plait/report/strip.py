@@ -9,19 +9,21 @@ from plait.cost import LayerCost, cost
 from plait.report import format as fmt
 from plait.report.markup import code, esc, swatch
 from plait.report.palette import FAMILIES, PAGE
-from plait.report.runs import Freeze, Run
+from plait.report.runs import Frozen, Run
 from plait.spec import Spec
 
 STATE_AT = 32 * 1024
 """context length of the state that a block tells"""
+ONE_ROW = 6
+"""layers up to which they stand in one row whatever the width"""
 
 
 def strip(run: Run) -> str:
     """A list of blocks; what each holds is told on hover and focus, and to screen readers."""
     costs = cost(run.spec, STATE_AT).layers
     blocks = "".join(_block(run, i, layer, costs[i]) for i, layer in enumerate(run.spec.layers))
-    kind = "strip many" if run.spec.num_layers > 12 else "strip"
-    return f'<ol class="{kind}" aria-label="Layers of {esc(run.name)}, first to last">{blocks}</ol>'
+    kind = 'strip many"' if run.spec.num_layers > ONE_ROW else f'strip" style="--layers:{run.spec.num_layers}"'
+    return f'<ol class="{kind} aria-label="Layers of {esc(run.name)}, first to last">{blocks}</ol>'
 
 
 def _block(run: Run, index: int, layer: Layer, costs: LayerCost) -> str:
@@ -71,7 +73,7 @@ def _timeline(run: Run, index: int) -> str:
     return f'<span class="time" aria-hidden="true">{spans}</span>'
 
 
-def layout_text(spec: Spec, freezes: Sequence[Freeze] = ()) -> str:
+def layout_text(spec: Spec, freezes: Sequence[Frozen] = ()) -> str:
     """The layout string, with what is frozen at some time marked in it."""
     try:
         words = split_layout(spec.layout)
@@ -114,7 +116,7 @@ def frozen_text(run: Run) -> str:
     return f"Frozen: {'; '.join(spans)}."
 
 
-def _scope(freeze: Freeze) -> str:
+def _scope(freeze: Frozen) -> str:
     return {"block": "whole block", "mixer": "mixer only"}.get(freeze.scope, freeze.scope)
 
 

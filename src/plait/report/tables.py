@@ -166,6 +166,7 @@ def provenance(runs: Sequence[Run]) -> str:
 
 def _provenance(run: Run) -> dict[str, str]:
     times = sorted(str(record.provenance["time"]) for record in run.records if record.provenance.get("time"))
+    seconds = next((row.values.get("seconds") for row in reversed(run.rows("train", "loss"))), None)
     packages = dict.fromkeys(name for record in run.records for name in record.provenance.get("versions") or {})
     hashes = [name for name in _distinct(run, "spec") if name != run.spec.hash]
     strangers = f", but records of {', '.join(map(code, hashes))}" if hashes else ""
@@ -177,6 +178,7 @@ def _provenance(run: Run) -> dict[str, str]:
         "first record": _time(times[0]) if times else ABSENT,
         "last record": _time(times[-1]) if times else ABSENT,
         "records": fmt.count(len(run.records)),
+        "training time": fmt.duration(seconds) if seconds is not None else ABSENT,
         "tokens": fmt.count(run.tokens) if run.tokens is not None else ABSENT,
         "checkpoints": ", ".join(f"{step:,}" for step in run.checkpoints[-MOST_VALUES:]) or "none",
     }

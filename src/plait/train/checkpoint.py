@@ -116,5 +116,3 @@ def check_settings(run: Path, settings: dict[str, Any]) -> None:
     if differing:
         shown = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
         raise ValueError(f"run {run}: it began with other settings ({shown}); use them again, or another --name")
-
-

@@ -30,7 +30,9 @@ class Freeze:
         """FAMILY[+FAMILY...][.SCOPE]:START-[STOP], as `recurrent:0-250` or `gdn.mixer:175-`."""
         match = Freeze.PATTERN.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"freeze = {text!r}; write FAMILY[.SCOPE]:START-[STOP], as recurrent:0-250 or gdn.mixer:175-")
+            raise ValueError(
+                f"freeze = {text!r}; write FAMILY[.SCOPE]:START-[STOP], as recurrent:0-250 or gdn.mixer:175-"
+            )
         scope = match["scope"] or "block"
         start, stop = int(match["start"]), int(match["stop"]) if match["stop"] else None
         if scope not in SCOPES:
@@ -60,7 +62,7 @@ class TrainConfig:
         clip_from: run directory whose recorded clip coefficients are used instead of this run's own norm
         seed: of weights and data
         precision: auto is bf16 autocast on a GPU and fp32 on the CPU
-        freeze: what is held still and when, as recurrent:0-250 or gdn.mixer:175-
+        freeze: what is held still and when, as recurrent:0-250 or gdn.mixer:175-,nope:0-100
         eval_every: updates between measurements of held-out data; 0: only at the end
         probe_every: updates between layer retrieval scores (spaced-retrieval); 0: never
         probe_pairs: prompt pairs a score is averaged over
@@ -88,7 +90,16 @@ class TrainConfig:
         for name in ("steps", "probe_pairs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be at least 1")
-        for name in ("warmup", "eval_every", "probe_every", "checkpoint_every", "min_lr", "weight_decay", "clip", "seed"):
+        for name in (
+            "warmup",
+            "eval_every",
+            "probe_every",
+            "checkpoint_every",
+            "min_lr",
+            "weight_decay",
+            "clip",
+            "seed",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be 0 or above")
         if not (math.isfinite(self.lr) and self.lr > 0):

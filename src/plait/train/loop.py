@@ -32,7 +32,7 @@ from plait.train.checkpoint import Checkpoint, check_settings, checkpoints, clai
 from plait.train.config import TrainConfig
 
 
-class Interrupted(Exception):
+class Interrupted(RuntimeError):
     """Training was asked to stop; everything up to `step` is saved."""
 
     def __init__(self, step: int):
@@ -42,7 +42,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Measure:
-    """A periodic measurement: before the first update, after every `every`-th (0: none of these) and after the last."""
+    """A measurement made before the first update and after every `every`-th (0: none of these), and after the last."""
 
     every: int
     measure: Callable[[LM], list[Record]]
@@ -184,7 +184,7 @@ def unfreeze(model: LM) -> None:
 
 
 def backward(model: LM, groups: Sequence[Group], config: TrainConfig) -> tuple[list[Record], float]:
-    """Gradients of the mean loss over all targets of an update, one group at a time; records of each group, the loss."""
+    """Gradients of the mean loss over all targets of an update, a group at a time; records of the groups, the loss."""
     total = sum(int((group.targets_BT != IGNORE).sum()) for group in groups)
     device = groups[0].tokens_BT.device
     rows, losses = [], []
@@ -201,7 +201,7 @@ def backward(model: LM, groups: Sequence[Group], config: TrainConfig) -> tuple[l
 
 
 def clip_gradients(model: LM, largest: float, recorded: float | None) -> tuple[float, float]:
-    """Scale all gradients so that their norm is at most `largest`, or by a recorded coefficient; (norm, coefficient)."""
+    """Scale gradients so that their norm is at most `largest`, or by a recorded coefficient; (norm, coefficient)."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients).item()
     clip = recorded if recorded is not None else min(1.0, largest / (norm + 1e-6)) if largest else 1.0
@@ -242,7 +242,7 @@ def _on(group: Group, device: torch.device | str) -> Group:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask for a stop after the current update instead of ending the process; a second one ends it."""
+    """Ctrl-C and SIGTERM ask for a stop after the current update; a second one ends the process."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set

@@ -1,0 +1,149 @@
+"""The command line as its users meet it: output, exit codes, and one readable line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from plait import records
+from plait.cli import COMMANDS, main
+
+TINY = ["--layout", "gdn nope", "--d-model", "16", "--num-layers", "2", "--d-ff", "24", "--batch-size", "4"]
+SPACED = [*TINY, "--task", "spaced-retrieval", "--gaps", "2,9"]
+
+
+def train(tmp_path, *options: str, name: str = "x", base: list[str] = SPACED) -> int:
+    return main(["train", "--runs", str(tmp_path), "--name", name, "--steps", "3", *base, *options])
+
+
+def test_help_of_every_command(capsys):
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for name in COMMANDS:
+        assert name in overview
+        assert main([name, "--help"]) == 0
+        assert "example: plait" in capsys.readouterr().out
+
+
+def test_describe_table(capsys):
+    assert main(["describe", "3*gdn nope", "--d-model", "256", "--num-heads", "4", "--num-layers", "8"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("3*gdn nope\n8 layers, d_model 256")
+    assert "0-2, each  gdn" in out
+    assert "full attention" in out
+    assert "x the state of full attention" in out
+
+
+def test_describe_json_and_spec_files(capsys, tmp_path):
+    flags = ["--d-model", "128", "--num-heads", "2", "--num-layers", "2", "--context", "1000", "--json"]
+    assert main(["describe", "swa[window=64] gdn[expand_v=2]", *flags]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["layout"] == "swa[window=64] gdn[expand_v=2]"
+    assert first["cost"]["layers"][0]["state_bytes"] == 2 * 2 * 64 * 64 * 2
+    assert first["full_attention"]["state_bytes"] == 2 * 2 * 2 * 64 * 1000 * 2
+    (tmp_path / "spec.json").write_text(json.dumps(first["spec"]))
+    for where in (tmp_path, tmp_path / "spec.json"):
+        assert main(["describe", str(where), "--context", "1000", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == first
+
+
+def test_train_probe_report_from_end_to_end(capsys, tmp_path):
+    assert train(tmp_path, "--probe-every", "2", "--probe-pairs", "4") == 0
+    assert "retrieval_score" in capsys.readouterr().out
+    rows = records.read(tmp_path / "x" / "records.jsonl")
+    assert {row.step for row in rows if row.kind == "probe"} == {0, 2, 3}
+    assert main(["probe", str(tmp_path / "x"), "retrieval-score", "--gap", "9", "--pairs", "4", "--json"]) == 0
+    probed = json.loads(capsys.readouterr().out)
+    last = [row for row in rows if row.kind == "probe" and row.step == 3 and row.axes["gap"] == 9]
+    assert [row["values"]["score"] for row in probed] == pytest.approx([row.values["score"] for row in last], abs=1e-5)
+    assert probed[0]["step"] == 3
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "x"), "-o", str(page)]) == 0
+    assert "gdn nope" in page.read_text()
+
+
+def test_train_on_text(capsys, tmp_path):
+    (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    assert train(tmp_path, "--length", "32", "--json", base=[*TINY, "--data", str(tmp_path / "book.txt")]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["kind"], row["name"], row["step"]) == ("eval", "loss", 3)
+
+
+def test_the_same_command_again_does_nothing_more(capsys, tmp_path):
+    assert train(tmp_path) == 0
+    before = (tmp_path / "x" / "records.jsonl").read_bytes()
+    assert train(tmp_path) == 0
+    assert (tmp_path / "x" / "records.jsonl").read_bytes() == before
+
+
+def test_a_runs_config_repeats_it(tmp_path):
+    assert train(tmp_path, "--lr", "0.02", "--freeze", "gdn:0-2,nope:2-") == 0
+    config = str(tmp_path / "x" / "config.json")
+    assert main(["train", "--config", config, "--runs", str(tmp_path), "--name", "again"]) == 0
+    for file in ("config.json", "checkpoints/step-00000003/model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "x" / file).read_bytes()
+
+
+def test_branch(tmp_path):
+    assert train(tmp_path, "--checkpoint-every", "1", "--freeze", "gdn:0-") == 0
+    options = ["--checkpoint-every", "1", "--freeze", "gdn:0-2", "--branch", f"{tmp_path}/x@2"]
+    assert train(tmp_path, *options, name="released") == 0
+    steps = [row.step for row in records.read(tmp_path / "released" / "records.jsonl") if row.name == "loss"]
+    assert steps == [1, 2, 3]
+
+
+BAD = [
+    (["describe", "gdm nope"], "layout, position 0: unknown mixer 'gdm'; nearest: gdn"),
+    (["describe", "gdn[heads=3]"], "layout, position 4: unknown key 'heads'"),
+    (["describe", "swa[window=0]"], "window"),
+    (["describe", "gdn nope", "--num-layers", "3"], "num_layers = 3"),
+    (["describe", "heads(2:gdn, 1:nope)"], "does not divide"),
+    (["describe", "nope", "--num-kv-heads", "3"], "num_kv_heads = 3"),
+    (["describe", "gdn", "--context", "0"], "context = 0"),
+    (["describe", "gdn", "--d-modl", "3"], "--d-modl"),
+    (["describe", "no/such/spec.json"], "no such file"),
+    (["train", "--layout", "gdn", "--task", "spaced-retrieval"], "name"),
+    (["train", "--name", "x", "--layout", "gdn"], "neither is given"),
+    (["train", "--name", "x", "--layout", "gdn", "--task", "spaced"], "nearest: spaced-retrieval"),
+    (["train", "--name", "x", "--layout", "gdn", "--task", "spaced-retrieval", "--data", "x"], "both are given"),
+    (["train", "--name", "x", "--layout", "gdn", "--data", "no-such-file"], "no such file or folder"),
+    (["train", "--name", "x", *SPACED, "--layout", "gla nope"], "not built yet"),
+    (["train", "--name", "x", *SPACED, "--freeze", "kda:0-"], "family 'kda'"),
+    (["train", "--name", "x", *SPACED, "--freeze", "gdn"], "freeze = 'gdn'"),
+    (["train", "--name", "x", *SPACED, "--steps", "many"], "--steps"),
+    (["train", "--name", "x", *SPACED, "--gaps", "2,x"], "gaps"),
+    (["train", "--name", "x", *SPACED, "--precision", "fp8"], "precision"),
+    (["train", "--name", "x", *SPACED, "--device", "tpu"], "device = 'tpu'"),
+    (["train", "--name", "x", *SPACED, "--branch", "runs/nothing"], "no run or checkpoint"),
+    (["probe", "runs/nothing", "retrieval-score"], "no run or checkpoint"),
+    (["probe", "runs/nothing", "retrival"], "nearest: retrieval-score"),
+    (["report", "runs/nothing"], "runs/nothing"),
+    (["bench", "mixer"], "nearest: mixers"),
+    (["descibe"], "nearest: describe"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(arguments)[:60] for arguments, _ in BAD])
+def test_mistakes_are_one_line_and_code_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1, captured.err
+    assert len(captured.err) < 500
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_is_not_needed_to_describe():
+    code = "import sys; from plait.cli import main; main(['describe', 'gdn nope']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_failures_that_are_nobodys_mistake_are_code_1(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("plait.train.loop.save_checkpoint", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
+    assert train(tmp_path) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "plait train: disk is full"

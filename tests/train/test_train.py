@@ -1,0 +1,316 @@
+"""The training loop: exact resume and branches, freezing, weighting, clipping, records, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait import records
+from plait.data import IGNORE
+from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.model.lm import LM
+from plait.scoring import score_tokens
+from plait.spec import Spec
+from plait.train import loop
+from plait.train.checkpoint import checkpoints, claim, find_checkpoint
+from plait.train.config import Freeze, TrainConfig
+from plait.train.held_out import held_out
+from plait.train.loop import Interrupted, Measure, train
+
+TASK = SpacedRetrieval(gaps=(2, 9), batch_size=6, eval_pairs=10)
+SPEC = Spec.from_layout("gdn nope", vocab_size=12, d_model=16, num_layers=2, num_heads=2, d_ff=24)
+CONFIG = TrainConfig(steps=6, lr=1e-2, warmup=2, checkpoint_every=2)
+
+
+def run(path: Path, config: TrainConfig = CONFIG, *, branch: Path | None = None, task=TASK, **options) -> LM:
+    settings = json.loads(json.dumps(dataclasses.asdict(config) | {"branch": str(branch)}, default=str))
+    return train(path, SPEC, task, config, settings=settings, branch=branch, progress=False, **options)
+
+
+def final_bytes(path: Path) -> dict[str, bytes]:
+    last = checkpoints(path)[-1]
+    return {name: (last / name).read_bytes() for name in ("model.safetensors", "trainer.safetensors")}
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    rows = records.read(path / "records.jsonl")
+    return [(row.step, row.values["loss"]) for row in rows if row.name == "loss" and row.kind == "train"]
+
+
+class StopAt:
+    """A task that asks for a stop, as Ctrl-C does, while a batch is made."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def __getattr__(self, name):
+        return getattr(TASK, name)
+
+    def batch(self, step: int):
+        if step == self.step:
+            signal.raise_signal(signal.SIGINT)
+        return TASK.batch(step)
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "baseline"
+    run(path)
+    return path
+
+
+def test_two_runs_are_the_same_bit_for_bit(baseline, tmp_path):
+    run(tmp_path / "again")
+    assert final_bytes(tmp_path / "again") == final_bytes(baseline)
+    assert losses(tmp_path / "again") == losses(baseline)
+
+
+@pytest.mark.parametrize("step", [0, 3, 4])
+def test_ctrl_c_saves_and_the_same_command_goes_on_exactly(baseline, tmp_path, step):
+    path = tmp_path / "stopped"
+    with pytest.raises(Interrupted, match=f"after update {step + 1}"):
+        run(path, task=StopAt(step))
+    assert checkpoints(path)[-1].name == f"step-{step + 1:08d}"
+    run(path)
+    assert final_bytes(path) == final_bytes(baseline)
+    assert losses(path) == losses(baseline)
+
+
+def test_a_killed_run_goes_on_exactly(baseline, tmp_path):
+    """kill -9 between checkpoints, with a record cut in the middle."""
+    path = tmp_path / "killed"
+
+    class Killed(Exception):
+        pass
+
+    class KillAt(StopAt):
+        def batch(self, step):
+            if step == self.step:
+                raise Killed
+            return TASK.batch(step)
+
+    with pytest.raises(Killed):
+        run(path, task=KillAt(5))
+    assert [step for step, _ in losses(path)] == [1, 2, 3, 4, 5]
+    with (path / "records.jsonl").open("a") as file:
+        file.write('{"kind": "train", "na')
+    half = path / "checkpoints" / ".step-00000006.partial"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    run(path)
+    assert final_bytes(path) == final_bytes(baseline)
+    assert losses(path) == losses(baseline)
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_command_itself(tmp_path):
+    command = [sys.executable, "-m", "plait.cli", "train", "--name", "x", "--layout", "gdn nope", "--d-model", "16"]
+    command += [
+        "--task",
+        "spaced-retrieval",
+        "--gaps",
+        "4,12",
+        "--batch-size",
+        "4",
+        "--steps",
+        "60",
+        "--num-layers",
+        "2",
+    ]
+    command += ["--checkpoint-every", "7", "--eval-every", "0"]
+    subprocess.run([*command, "--runs", str(tmp_path / "whole")], check=True, capture_output=True)
+    process = subprocess.Popen([*command, "--runs", str(tmp_path / "cut")], stderr=subprocess.DEVNULL)
+    while len(checkpoints(tmp_path / "cut" / "x")) < 3:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    subprocess.run([*command, "--runs", str(tmp_path / "cut")], check=True, capture_output=True)
+    assert final_bytes(tmp_path / "cut" / "x") == final_bytes(tmp_path / "whole" / "x")
+
+
+def test_a_branch_continues_optimizer_schedule_and_data(baseline, tmp_path):
+    """With nothing changed, a branch is the run it came from."""
+    run(tmp_path / "branch", branch=baseline / "checkpoints" / "step-00000002")
+    assert final_bytes(tmp_path / "branch") == final_bytes(baseline)
+    assert losses(tmp_path / "branch") == losses(baseline)
+
+
+@pytest.mark.parametrize("scope", ["block", "mixer"])
+def test_frozen_weights_stay_and_pass_gradients(tmp_path, scope):
+    config = dataclasses.replace(CONFIG, freeze=(f"nope.{scope}:0-",))
+    model = run(tmp_path / "frozen", config)
+    start = LM(SPEC, seed=config.seed)
+    frozen = "layers.1." if scope == "block" else "layers.1.mixer."
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, start.state_dict()[name]) == name.startswith(frozen), name
+
+
+def test_gradients_pass_through_frozen_blocks():
+    model = LM(SPEC)
+    loop.freeze(model, dataclasses.replace(CONFIG, freeze=("nope:0-",)), 0)
+    loop.backward(model, TASK.batch(0), CONFIG)
+    assert all(parameter.grad is None for parameter in model.layers[1].parameters())
+    expected = LM(SPEC)
+    loop.backward(expected, TASK.batch(0), CONFIG)
+    for (name, a), (_, b) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        if not name.startswith("layers.1."):
+            assert torch.equal(a.grad, b.grad), name
+
+
+def test_freezing_later_disturbs_nothing_before_and_pauses_adam(baseline, tmp_path):
+    config = dataclasses.replace(CONFIG, freeze=("gdn:2-4",))
+    run(tmp_path / "paused", config)
+    assert losses(tmp_path / "paused")[:2] == losses(baseline)[:2]
+    two, four, six = (tmp_path / "paused" / "checkpoints" / f"step-0000000{n}" for n in (2, 4, 6))
+    for file in ("model.safetensors", "trainer.safetensors"):
+        assert (two / file).read_bytes() == (baseline / "checkpoints" / "step-00000002" / file).read_bytes()
+    states = [load_file(path / "trainer.safetensors") for path in (two, four, six)]
+    weights = [load_file(path / "model.safetensors") for path in (two, four, six)]
+    name = "layers.0.mixer.q.weight"
+    assert torch.equal(weights[0][name], weights[1][name])
+    assert not torch.equal(weights[1][name], weights[2][name])
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(states[0][f"{key}.{name}"], states[1][f"{key}.{name}"])
+    assert [float(state[f"step.{name}"]) for state in states] == [2, 2, 4]
+    assert [float(state["step.layers.1.mixer.q.weight"]) for state in states] == [2, 4, 6]
+
+
+def test_unfreezing_is_a_branch_of_the_frozen_run(tmp_path):
+    whole = dataclasses.replace(CONFIG, freeze=("recurrent:0-4",))
+    run(tmp_path / "whole", whole)
+    run(tmp_path / "frozen", dataclasses.replace(CONFIG, freeze=("recurrent:0-",)))
+    run(tmp_path / "released", whole, branch=tmp_path / "frozen" / "checkpoints" / "step-00000004")
+    assert final_bytes(tmp_path / "released") == final_bytes(tmp_path / "whole")
+
+
+def test_clip_coefficients_of_another_run(tmp_path):
+    tight = dataclasses.replace(CONFIG, clip=0.05)
+    run(tmp_path / "base", tight)
+    rows = [
+        row for row in records.read(tmp_path / "base" / "records.jsonl") if row.kind == "train" and row.name == "loss"
+    ]
+    for row in rows:
+        assert row.values["clip"] == pytest.approx(min(1, 0.05 / row.values["grad_norm"]), rel=1e-4)
+    assert min(row.values["clip"] for row in rows) < 1
+    frozen = dataclasses.replace(tight, freeze=("gdn:0-",), clip_from=tmp_path / "base")
+    run(tmp_path / "same", frozen)
+    same = [
+        row for row in records.read(tmp_path / "same" / "records.jsonl") if row.kind == "train" and row.name == "loss"
+    ]
+    assert [row.values["clip"] for row in same] == [row.values["clip"] for row in rows]
+    with pytest.raises(ValueError, match="no clip coefficient recorded for update 7"):
+        run(tmp_path / "longer", dataclasses.replace(frozen, steps=8))
+    assert not (tmp_path / "longer").exists()
+
+
+def test_gradients_of_gaps_are_weighted_by_count():
+    """Groups processed apart give the gradient of the mean over all targets together."""
+    model, config = LM(SPEC, dtype=torch.float64), CONFIG
+    groups = TASK.batch(3)
+    assert len({len(group.tokens_BT) for group in groups}) == 2
+    loop.backward(model, groups, config)
+    apart = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    width = max(group.tokens_BT.shape[1] for group in groups)
+
+    def pad(x, value):
+        return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
+
+    tokens = torch.cat([pad(group.tokens_BT, 11) for group in groups])
+    targets = torch.cat([pad(group.targets_BT, IGNORE) for group in groups])
+    score_tokens(model, tokens, targets).loss_N.mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(apart[name], parameter.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_no_decay_for_vectors_and_embeddings():
+    model = LM(SPEC)
+    optimizer = loop.make_optimizer(model, CONFIG)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) not in decayed}
+    assert "embed.weight" in names
+    assert {name for name in names if name.endswith(("A_log", "dt_bias", "norm.weight", "norm1.weight"))}
+    assert not any(name.endswith(("q.weight", "o.weight", "conv.weight", "up.weight")) for name in names)
+
+
+def test_schedule_is_linear_warmup_then_cosine():
+    config = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
+    assert [config.lr_at(step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert config.lr_at(10) == pytest.approx(1.0)
+    assert config.lr_at(60) == pytest.approx(0.55)
+    assert config.lr_at(110) == pytest.approx(0.1)
+
+
+def test_measurements_are_made_before_the_first_and_after_the_last_update(tmp_path):
+    seen = []
+    run(
+        tmp_path / "measured",
+        measures=[
+            Measure(4, lambda model: held_out(model, TASK)),
+            Measure(0, lambda model: seen.append(model.embed.weight.clone()) or []),
+        ],
+    )
+    rows = [row for row in records.read(tmp_path / "measured" / "records.jsonl") if row.kind == "eval"]
+    assert sorted({row.step for row in rows}) == [0, 4, 6]
+    assert {row.axes["gap"] for row in rows} == {2, 9}
+    assert all(row.provenance["spec"] == SPEC.hash and row.tokens is not None for row in rows)
+    assert len(seen) == 1  # every = 0: only after the last
+
+
+def test_a_run_in_use_and_other_settings_are_refused(baseline):
+    with claim(baseline), pytest.raises(ValueError, match="another process is using it"):
+        run(baseline)
+    with pytest.raises(ValueError, match=r"lr: 0.01 there, 0.5 now"):
+        run(baseline, dataclasses.replace(CONFIG, lr=0.5))
+    assert losses(baseline)[-1][0] == 6
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "words"),
+    [
+        (dataclasses.replace(CONFIG, freeze=("kda:0-",)), SPEC, "family 'kda': no layer has it"),
+        (CONFIG, Spec.from_layout("gla", vocab_size=12, d_model=16, num_layers=1, num_heads=2), "not built yet"),
+    ],
+)
+def test_what_cannot_be_trained_leaves_nothing_behind(tmp_path, config, spec, words):
+    with pytest.raises(ValueError, match=words):
+        train(tmp_path / "bad", spec, TASK, config, settings={}, progress=False)
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_branch_of_another_model_is_refused(baseline, tmp_path):
+    other = dataclasses.replace(SPEC, init_std=0.5)
+    checkpoint = baseline / "checkpoints" / "step-00000002"
+    with pytest.raises(ValueError, match="another model"):
+        train(tmp_path / "bad", other, TASK, CONFIG, settings={}, branch=checkpoint, progress=False)
+    assert not (tmp_path / "bad" / "config.json").exists()
+
+
+def test_find_checkpoint(baseline):
+    assert find_checkpoint(baseline).name == "step-00000006"
+    assert find_checkpoint(f"{baseline}@2").name == "step-00000002"
+    assert find_checkpoint(baseline / "checkpoints" / "step-00000004").name == "step-00000004"
+    for where, words in ((f"{baseline}@3", "it has 0, 2, 4, 6"), (baseline.parent / "no", "no run or checkpoint")):
+        with pytest.raises(ValueError, match=words):
+            find_checkpoint(where)
+
+
+@pytest.mark.parametrize("text", ["gdn", "gdn:5-3", "gdn.mlp:0-", ":0-", "gdn:-3"])
+def test_bad_freeze(text):
+    with pytest.raises(ValueError, match="freeze = "):
+        Freeze.parse(text)
+
+
+def test_freeze_intervals():
+    freeze = Freeze.parse("gdn+swa.mixer:3-5")
+    assert freeze == Freeze(("gdn", "swa"), "mixer", 3, 5)
+    assert [freeze.holds(step) for step in range(2, 7)] == [False, True, True, False, False]
