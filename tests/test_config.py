@@ -138,7 +138,7 @@ def test_mixes_that_do_not_fit():
     with pytest.raises(ValueError, match="mix: 1 mixer; it takes two or more"):
         Mix(mixers=(softmax,))
     with pytest.raises(ValueError, match="fuse = 'avg'; it must be one of mean, sum, scale, gate, project"):
-        Mix(mixers=(softmax, gdn), fuse="avg")  # pyright: ignore[reportArgumentType]
+        Mix(mixers=(softmax, gdn), fuse="avg")
     two = dataclasses.replace(gdn, num_heads=2, num_kv_heads=2, num_v_heads=2)
     with pytest.raises(ValueError, match=r"mix: the mixers have \[4, 2\] heads; fuse = mean needs the same number"):
         Mix(mixers=(softmax, two))
@@ -148,9 +148,9 @@ def test_mixes_that_do_not_fit():
 def test_configs_are_frozen_and_keyword_only():
     softmax = Softmax(**SOFTMAX)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        softmax.num_heads = 8  # pyright: ignore[reportAttributeAccessIssue]
+        softmax.num_heads = 8
     with pytest.raises(TypeError):
-        Softmax(4, 2, 16)  # pyright: ignore[reportCallIssue]
+        Softmax(4, 2, 16)
     assert hash(softmax) == hash(Softmax(**SOFTMAX))
 
 

@@ -137,9 +137,9 @@ def test_a_row_that_cannot_be_written_leaves_the_file_alone(tmp_path):
 
 def test_refused_records():
     with pytest.raises(ValueError, match="kind = 'training'; it must be one of train, eval, probe, bench"):
-        Record(kind="training", name="loss", values={})  # pyright: ignore[reportArgumentType]
+        Record(kind="training", name="loss", values={})
     with pytest.raises(ValueError, match="record loss: loss is of type str; a value must be a plain number"):
-        Record(kind="train", name="loss", values={"loss": "2"})  # pyright: ignore[reportArgumentType]
+        Record(kind="train", name="loss", values={"loss": "2"})
 
 
 def test_provenance_says_where_a_number_comes_from():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -21,7 +22,14 @@ OK, FAILED, BAD_USAGE = 0, 1, 2
 
 
 class Parser(ArgumentParser):
-    """Errors are one line: what is wrong, and where help is."""
+    """Errors are one line, what is wrong and where help is; a flag's help tells its default."""
+
+    def add_argument(self, *names: str, **options: Any) -> Any:
+        default, about = options.get("default"), options.get("help") or ""
+        if names[0].startswith("--") and "default" in options and "default:" not in about and default not in (None, ()):
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            options["help"] = f"{about} (default: {shown})"
+        return super().add_argument(*names, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         words = " ".join(str(message).split())
@@ -33,8 +41,17 @@ class Parser(ArgumentParser):
         sys.exit(BAD_USAGE)
 
 
-def _parser(command: str, about: str, example: str) -> Parser:
-    return Parser(prog=f"plait {command}", description=about, epilog=f"example: {example}", allow_abbrev=False)
+def _parser(command: str, about: str, example: str, needed: str = "") -> Parser:
+    """needed: what the usage line shows before [options]."""
+    usage = " ".join(["plait", command, *needed.split(), "[options]"])
+    return Parser(
+        prog=f"plait {command}",
+        usage=usage,
+        description=about,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def _add_options(parser: Parser, cls: type, **defaults: Any) -> None:
@@ -87,8 +104,9 @@ def describe(arguments: Sequence[str]) -> None:
         "describe",
         "Parameters, FLOPs per token and cache bytes of a layout, layer by layer, beside full attention.",
         "plait describe '3*gdn nope' --d-model 1024 --num-layers 24 --num-heads 8 --context 131072",
+        "LAYOUT",
     )
-    parser.add_argument("layout", type=str, help="layout string, a spec.json, or a directory that holds one")
+    parser.add_argument("layout", type=str, metavar="LAYOUT", help="layout string, a spec.json, or a directory that holds one")
     _add_options(parser, ModelOptions, d_model=512, num_layers=8, num_heads=8)
     parser.add_argument("--vocab-size", type=int, default=32_000, help="entries of the vocabulary")
     parser.add_argument("--context", type=int, default=32_768, help="tokens T of a sequence")
@@ -113,6 +131,7 @@ def train(arguments: Sequence[str]) -> None:
         "train",
         "Train a hybrid in runs/NAME. The same command goes on where an interrupted run stopped.",
         "plait train --name first --layout 'gdn nope' --task spaced-retrieval --gaps 16,192 --steps 300",
+        "--name NAME --layout LAYOUT",
     )
     parser.add_argument("--config", action="config", help="config.json of a run, or any file of these options")
     parser.add_argument("--name", type=str, required=True, help="the run's name")
@@ -146,8 +165,9 @@ def probe(arguments: Sequence[str]) -> None:
         "probe",
         "Measure the layers of a checkpoint. retrieval-score: 003's layer retrieval score, in logits.",
         "plait probe runs/first retrieval-score --gap 64 --json",
+        "MODEL retrieval-score",
     )
-    parser.add_argument("model", type=str, help="RUN (its last checkpoint), RUN@STEP, or a checkpoint's directory")
+    parser.add_argument("model", type=str, metavar="MODEL", help="RUN (its last checkpoint), RUN@STEP, or a checkpoint's directory")
     parser.add_argument("what", type=str, help="retrieval-score")
     parser.add_argument("--gap", type=_several(int), default=(64,), help="gaps to measure at, as 16,192")
     parser.add_argument("--pairs", type=int, default=2_000, help="held-out prompt pairs")
@@ -173,8 +193,9 @@ def report(arguments: Sequence[str]) -> None:
         "report",
         "One self-contained page: layouts, losses, layer scores, costs, provenance.",
         "plait report runs/vanilla runs/frozen -o report.html",
+        "RUN [RUN ...]",
     )
-    parser.add_argument("runs", type=str, nargs="+", help="run directories")
+    parser.add_argument("runs", type=str, nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("-o", "--output", type=str, default="report.html", help="file to write")
     args = parser.parse_args(arguments)
 
@@ -190,6 +211,7 @@ def bench(arguments: Sequence[str]) -> None:
         "bench",
         "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers.",
         "plait bench mixers",
+        "mixers",
     )
     parser.add_argument("what", type=str, help="mixers")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")

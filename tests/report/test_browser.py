@@ -121,6 +121,7 @@ def page(browser: Browser, tmp_path_factory) -> Browser:
 def test_nothing_is_complained_about(page):
     assert page.call("POST", "/se/log", {"type": "browser"}) == []
     assert not page.run("return document.body.innerText.includes('could not be drawn');")
+    assert page.run("return [...document.querySelectorAll('.chart')].every(box => box.role === 'img');")
     assert page.run("return performance.getEntriesByType('resource').length;") == 0
 
 
@@ -167,7 +168,7 @@ def test_pointing_at_a_block_tells_its_layer_and_brings_its_line_forward(page):
     page.point_at(".strip li")
     page.until("!document.getElementById('tip').hidden")
     assert page.run("return document.getElementById('tip').innerText;").startswith("Layer 0: gdn")
-    faint = "[...document.querySelectorAll('#retrieval .chart:first-of-type svg path')]"
+    faint = "[...document.querySelectorAll('#retrieval .chart svg path')]"
     page.until(f"{faint}.some(path => path.getAttribute('opacity') === '0.12')")
     page.point_at("h1")
     page.until("document.getElementById('tip').hidden")

@@ -58,7 +58,8 @@ def figure(panels: Sequence[Panel], *, columns: int = 3, look: Look | None = Non
 def page_spec(panel: Panel, look: Look) -> dict[str, Any]:
     """One panel as the Vega-Lite spec of a page; its parts were checked as they were made, the whole is in tests."""
     sized = panel.chart.properties(autosize=alt.AutoSizeParams(type="fit", contains="padding"))
-    return sized.configure(**config(look.palette), background="transparent", padding=2).to_dict(validate=False)
+    settings = config(look.palette) | {"background": "transparent", "padding": 2, "aria": False}  # the page tells it
+    return sized.configure(**settings).to_dict(validate=False)
 
 
 def loss(runs: Sequence[Run], look: Look | None = None) -> list[Panel]:

@@ -203,7 +203,7 @@ def _text_at(series: Series, step: int, text: Callable[[float], str]) -> str:
 
 
 def panel(name: str, layers: Sequence[alt.Chart], look: Look, description: str) -> Panel:
-    chart = alt.LayerChart(layer=list(layers), width=look.width, height=look.height)
+    chart = alt.LayerChart(layer=list(layers), width=look.width, height=look.height, description=description)
     return Panel(name, chart.properties(title=name) if look.alone else chart, description)
 
 

@@ -234,7 +234,7 @@ def _chart(panel: Panel) -> str:
     """A place for a chart, and its spec beside it; `<` cannot end the script that holds the spec."""
     spec = json.dumps(charts.page_spec(panel, LOOK), separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<div class="chart" role="img" aria-label="{esc(panel.description)}"></div>'
+        f'<div class="chart" role="img" aria-label="{esc(panel.description)}"><div></div></div>'
         f'<script type="application/json" class="spec">{spec}</script>'
     )
 

@@ -13,7 +13,7 @@
   // Charts: their colours are custom properties of the page, so a change of theme needs no redrawing.
   const views = [];
   for (const script of document.querySelectorAll("script.spec")) {
-    const box = script.previousElementSibling;
+    const box = script.previousElementSibling.firstElementChild;
     vegaEmbed(box, JSON.parse(script.textContent), { renderer: "svg", actions: false, tooltip: { theme: "plait" } })
       .then((result) => views.push(result.view))
       .catch((error) => { box.textContent = `This chart could not be drawn: ${error.message}`; console.error(error); });
