@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Spec:
         """The layout string that gives these layers (with the defaults of layout.format_layout)."""
         return format_layout(self.layers, self.d_model)[0]
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Twelve hex digits that name this Spec in records."""
         data = Spec.from_json(self.to_json()).to_json()  # 2 and 2.0, equal as fields, are then one text too

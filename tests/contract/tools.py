@@ -34,5 +34,6 @@ def dense(B: int, T: int) -> Seq:
 
 def error(got: Tensor, want: Tensor) -> float:
     """Relative RMS error; infinite if anything is not finite."""
-    difference = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+    got, want = got.detach().double(), want.detach().double()
+    difference = (got - want).norm() / want.norm().clamp(min=1e-30)
     return float(difference) if torch.isfinite(difference) else float("inf")

@@ -96,8 +96,7 @@ def test_attend_after_a_past(size, T: int, past: int, window: int, sink: bool, b
         got = attend(q, k[:, past:], v[:, past:], None, window_size=window, sink=s, past=before, position_BT=q_position)
         masked = attend_masked(q, k, v, q_position, k_position, window, s)
     assert error(masked, want) <= 1e-10
-    visible = [slice(None), slice(None)]
-    assert error(got[visible], want[visible]) <= 1e-10
+    assert error(got, want) <= 1e-10
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 65, 200])
@@ -174,4 +173,5 @@ def test_prefill_in_pieces_is_not_quadratic(window: int | None):
         for start in range(0, T, piece):
             seq = Seq.build((1, piece), state.k_SLGE.device, past=torch.tensor([start]), max_past=start)
             mixer(torch.randn(1, piece, 32), state, seq)
-    assert largest.numel <= (2 * piece + 2) * (T + 8) if window is None else 4 * T * 24, largest.op
+    most = 2 * piece * (T + 8) if window is None else 4 * 2 * piece * 24
+    assert largest.numel <= most, largest.op

@@ -25,7 +25,7 @@ def bench_mixers(
     lengths: Sequence[int] | None = None,
     repeats: int = 9,
 ) -> list[Row]:
-    """Run cases and return their rows: case, competitor, device, dtype, shape, pass, median_ms or seconds, memory, ratio.
+    """Run cases and return their rows: case, competitor, device, shape, pass, median_ms or seconds, memory, ratio.
 
     lengths: tokens a row, instead of each case's own. A competitor that cannot run has a row whose `note` says why.
     """

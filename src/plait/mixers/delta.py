@@ -1,4 +1,4 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): token by token, one step, and in chunks with its own backward.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): token by token, one step, and in chunks.
 
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t / sqrt(K)
 
@@ -184,7 +184,7 @@ class _Chunked(NamedTuple):
     def transfer(self, inverse_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K', X and P from T."""
         old_NCK = self.erase_start_(self.k_NCK.clone())
-        x_NCK = torch.bmm((inverse_NCC * self.leave_NC1).to(self.k_NCK.dtype).mT, self.k_NCK)
+        x_NCK = torch.bmm((inverse_NCC * self.leave_NC1).mT, self.k_NCK.to(inverse_NCC.dtype)).to(self.k_NCK.dtype)
         p_NKK = _mm(x_NCK.mT, old_NCK)
         p_NKK.diagonal(dim1=1, dim2=2).add_(self.enter_NC1[:, -1])
         return old_NCK, x_NCK, p_NKK
@@ -198,14 +198,14 @@ class _DeltaChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
-            inverse_NCC = _unit_inverse(x.erase_(_mm(x.k_NCK, x.k_NCK.mT))).to(work)
+            inverse_NCC = _unit_inverse(x.erase_(_mm(x.k_NCK, x.k_NCK.mT)))
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = x.beta_NC1 * x.v_NCV
             w_NKV = _mm(x_NCK.mT, r_NCV.to(work))
             first_EKV = chunks.sort(state_BSKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows)
             start_NKV = start_NKV.to(work)
-            u_NCV = torch.bmm(inverse_NCC, _add_mm(r_NCV, old_NCK, start_NKV).to(work))
+            u_NCV = torch.bmm(inverse_NCC, _add_mm(r_NCV, old_NCK, start_NKV)).to(work)
             o_NRV = x.read_(_mm(x.q_NRK, start_NKV))
             o_NRV = _add_mm(o_NRV, x.mix_(_mm(x.q_NRK, x.k_NCK.mT)).to(work), u_NCV)
         ctx.chunks = chunks
@@ -226,7 +226,7 @@ class _DeltaChunk(torch.autograd.Function):
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
 
             # dR from the outputs of the chunk, then dS across the chunks, then the rest of dR.
-            dr_NCV = _mm(inverse_NCC.mT, torch.bmm(mix_NRC.to(work).mT, do_NRV))
+            dr_NCV = torch.bmm(inverse_NCC.mT, _mm(mix_NRC.to(work).mT, do_NRV))
             dw_NKV = _mm(x.read_(x.q_NRK.clone()).mT, do_NRV)
             dw_NKV = _add_mm(dw_NKV, old_NCK.mT, dr_NCV.to(work))
             dlast_EKV = chunks.sort(dlast_BSKV).flatten(0, 1)
@@ -337,7 +337,7 @@ def _diagonal_blocks(x_NCC: Tensor, size: int) -> Tensor:
 
 @torch.library.custom_op("plait::scan", mutates_args=())
 def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """S <- P S + W over the steps of a scan: the state before each chunk [N, K, V] and the last of each sequence [E, K, V].
+    """S <- P S + W over the steps of a scan: the state before each chunk [N, K, V], the last of each sequence [E, K, V].
 
     rows: how many states take part in each step, falling; they are the first ones. One opaque operator, so that a
     compiled graph does not grow with the length.

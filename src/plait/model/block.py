@@ -59,7 +59,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, state: State | None, seq: Seq) -> Tensor:
         layer = self.layer
-        x = self.taps.get_submodule("in")(x_BTD, seq)
+        x = self.taps._modules["in"](x_BTD, seq)
         if layer.parallel:
             n = self.norm1(x)
             y, _ = self.mixer(n, state, seq)

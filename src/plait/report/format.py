@@ -54,7 +54,7 @@ def score(value: float) -> str:
 def percent(share: float) -> str:
     """0.985 -> 98.5%; a share just below 1 does not read 100%."""
     if 0.9995 <= share < 1:
-        return f"{100 * share:.3f}%"
+        return f"{min(100 * share, 99.999):.3f}%"
     return f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 

@@ -45,7 +45,7 @@ def render(runs: Sequence[Run]) -> str:
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{html}</section>'
         for name, title, html in sections
     )
-    names = fmt.listing([run.name for run in runs]) if len(runs) <= 4 else fmt.plural(len(runs), "run")
+    names = fmt.listing([run.name for run in runs]) if len(runs) <= 4 else fmt.plural(len(runs), "run").capitalize()
     return Template(_asset("page.html")).substitute(
         title=esc(names),
         style=_style(),

@@ -88,18 +88,16 @@ def costs(spec: Spec, caption: str) -> str:
         ["layers", "number", "parameters", *[fmt.context(context) for context in CONTEXTS] * 2],
     ]
     body = [_family_row(own, name) for name in dict.fromkeys(layer.family for layer in own[0].layers)]
-    ends = [sum(layer.flops_per_token for layer in at.layers) for at in own]
     rest = own[0].total_params - sum(layer.params for layer in own[0].layers)
-    flops = [fmt.flops(at.flops_per_token - layers) for at, layers in zip(own, ends, strict=True)]
+    flops = [fmt.flops(at.flops_per_token - sum(layer.flops_per_token for layer in at.layers)) for at in own]
     body.append(["embedding, last norm, head", "", fmt.count(rest), *flops, *[ABSENT] * len(CONTEXTS)])
     body.append(_total_row("whole model", own))
     body.append(_total_row("full-attention twin", twin))
-    shares = [("total_params",), ("flops_per_token",), ("state_bytes",)]
-    pairs = [[(own[0], twin[0])], [*zip(own, twin, strict=True)], [*zip(own, twin, strict=True)]]
-    ratios = [
-        _share(getattr(a, name), getattr(b, name)) for (name,), at in zip(shares, pairs, strict=True) for a, b in at
-    ]
-    body.append([Cell("model / twin", kind="ratio"), "", *(Cell(ratio, kind="ratio") for ratio in ratios)])
+    pairs = list(zip(own, twin, strict=True))
+    ratios = [_share(own[0].total_params, twin[0].total_params)]
+    ratios += [_share(a.flops_per_token, b.flops_per_token) for a, b in pairs]
+    ratios += [_share(a.state_bytes, b.state_bytes) for a, b in pairs]
+    body.append([Cell(text, kind="ratio") for text in ["model / twin", "", *ratios]])
     return table(caption, head, body)
 
 
