@@ -90,8 +90,21 @@ def test_transfer_models_of_003(kind):
         ("full", {"num_kv_heads": 2}, 64 * 16 * (4 + 2 + 2 + 4)),
         ("full[qk_norm=head]", {}, 4 * 64 * 64 + 2 * 16),
         ("full[qk_norm=full]", {"num_kv_heads": 2}, 64 * 16 * 12 + (4 + 2) * 16),
-        ("full[sink=true]", {}, 4 * 64 * 64 + 4),
-        ("full[output_gate=true]", {}, 5 * 64 * 64),
+        ("full[sink=true]", {"num_kv_heads": 2}, 64 * 16 * 12 + 4),
+        ("full[output_gate=true]", {"num_kv_heads": 2}, 64 * 16 * (12 + 4)),
+        # q, k of half size, v, gate, o; decay of rank 16 with its bias; norm
+        ("gla", {}, 2 * 64 * 32 + 3 * 64 * 64 + 16 * (64 + 32) + 32 + 16),
+        # q, k, v, o; beta; decay and gate of rank 16, the gate with a bias; conv; A_log, dt_bias; norm
+        ("kda", {}, 4 * 64 * 64 + 64 * 4 + 2 * 16 * (64 + 64) + 64 + 4 * 192 + 4 + 64 + 16),
+        ("kda[output_gate=false, conv_size=0]", {}, 4 * 64 * 64 + 64 * 4 + 16 * (64 + 64) + 4 + 64 + 16),
+        # z and x of 8 heads, B and C of 8, dt; conv with its bias; A_log, D, dt_bias; norm; o
+        (
+            "mamba2[head_dim=16, state_dim=8]",
+            {},
+            64 * (2 * 128 + 2 * 8 + 8) + (4 + 1) * (128 + 2 * 8) + 3 * 8 + 128 + 128 * 64,
+        ),
+        ("mamba2[head_dim=16, state_dim=8, conv_size=0]", {}, 64 * (2 * 128 + 2 * 8 + 8) + 3 * 8 + 128 + 128 * 64),
+        ("lightning[gate_rank=5]", {"num_kv_heads": 2}, 64 * 16 * 12 + 5 * (64 + 64)),
         # two more heads' worth of values: q, k of 4 heads; v, gate, o of 8; a, b; conv; A_log, dt_bias; norm
         (
             "gdn[num_v_heads=8]",

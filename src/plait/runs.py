@@ -23,7 +23,7 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
     """Train a run, or go on with it: held-out data and, where asked for, layer retrieval scores along the way."""
     config = settings.train
     task = settings.data.build(config.seed)
-    measures = [Measure(config.eval_every, lambda model: held_out(model, task))]
+    measures = [Measure(config.eval_every, lambda model: held_out(model, task, rows=config.eval_rows))]
     if config.probe_every and not isinstance(task, SpacedRetrieval):
         raise ValueError(f"probe_every = {config.probe_every}; layer retrieval scores need --task spaced-retrieval")
     if config.probe_every:

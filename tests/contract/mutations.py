@@ -85,7 +85,7 @@ def scale_counts_this_piece_only(make):
 def positions_count_padding(make):
     def position_BT(self):
         if self._token_N is None:
-            return make.func(self)
+            return make.fget(self)
         place = (self._token_N % self._shape[1])[None]
         return place if self.past_S is None else place + self.past_S[self.row_N][None]
 

@@ -255,7 +255,7 @@ def test_measurements_are_made_before_the_first_and_after_the_last_update(tmp_pa
     run(
         tmp_path / "measured",
         measures=[
-            Measure(4, lambda model: held_out(model, TASK)),
+            Measure(4, lambda model: held_out(model, TASK, rows=10)),
             Measure(0, lambda model: seen.append(model.embed.weight.clone()) or []),
         ],
     )

@@ -24,8 +24,8 @@ class ByteText:
     batch_size: int = 16
     seed: int = 0
     held_out_share: float = 0.05
-    held_out_rows: int = 32
-    """windows evaluated, at most"""
+    held_out_rows: int = 1000
+    """held-out windows, at most; in random order, so that the first few are a sample"""
 
     vocab_size = 256
 
@@ -56,8 +56,7 @@ class ByteText:
     def held_out(self) -> list[Group]:
         text = self._split[1]
         starts = np.arange(0, len(text) - self.length, self.length)
-        if len(starts) > self.held_out_rows:
-            starts = starts[np.linspace(0, len(starts) - 1, self.held_out_rows).astype(int)]
+        starts = np.random.default_rng([self.seed, 2]).permutation(starts)[: self.held_out_rows]
         return [self._group(text, starts)]
 
     def _group(self, text: np.ndarray, starts: np.ndarray) -> Group:

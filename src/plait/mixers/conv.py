@@ -36,7 +36,7 @@ class ShortConv(nn.Module):
                 y = torch.addcmul(y, x_ext[:, j : j + x_BTC.shape[1]], self.weight[:, j])
         else:
             y = self._ragged(x_BTC[0], tail_SWC, seq)[None]
-        return F.silu(y)
+        return F.silu(y).to(x_BTC.dtype)  # under autocast fp32 weights have made y fp32
 
     def _ragged(self, x_NC: Tensor, tail_SWC: Tensor | None, seq: Seq) -> Tensor:
         """Every sequence is given room for its tail in front: row s, step t lies at base_s + W - 1 + t."""

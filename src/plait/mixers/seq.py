@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def _kept(make: Callable[[Seq], Any]) -> property:
+    """functools.cached_property without its lock, over which torch.compile breaks the graph on Python 3.11."""
+    return property(lambda seq: seq.once(make.__name__, lambda: make(seq)))
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Seq:
     def num_sequences(self) -> int:
         return len(self.lengths)
 
-    @cached_property
+    @_kept
     def starts(self) -> tuple[int, ...]:
         """Offset of every sequence in the flat order of tokens."""
         starts, total = [], 0
@@ -144,21 +148,21 @@ class Seq:
             total += n
         return tuple(starts)
 
-    @cached_property
+    @_kept
     def starts_S(self) -> Tensor:
         return torch.tensor(self.starts, device=self.device)
 
-    @cached_property
+    @_kept
     def lengths_S(self) -> Tensor:
         return torch.tensor(self.lengths, device=self.device)
 
-    @cached_property
+    @_kept
     def row_N(self) -> Tensor:
         """Sequence of every token, flat."""
         rows = torch.arange(self.num_sequences, device=self.device)
         return torch.repeat_interleave(rows, self.lengths_S, output_size=sum(self.lengths))
 
-    @cached_property
+    @_kept
     def step_BT(self) -> Tensor:
         """Place of every token within this piece of its sequence."""
         if self.dense:
@@ -167,7 +171,7 @@ class Seq:
         steps = torch.arange(sum(self.lengths), device=self.device)
         return (steps - self.starts_S[self.row_N])[None]
 
-    @cached_property
+    @_kept
     def position_BT(self) -> Tensor:
         """Position of every token in its sequence, from 0, past tokens counted, padding not."""
         if self.past_S is None:

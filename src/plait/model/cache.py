@@ -41,7 +41,7 @@ class Cache:
     def check_room(self, new: tuple[int, ...]) -> None:
         if len(new) != self.batch:
             raise ValueError(f"cache: it holds {self.batch} sequences; the tokens are of {len(new)}")
-        longest = max((a + b for a, b in zip(self.lengths, new, strict=True)), default=0)
+        longest = max(a + b for a, b in zip(self.lengths, new, strict=True))
         if longest > self.max_length:
             raise ValueError(f"cache: a sequence would be {longest} tokens long; max_length = {self.max_length}")
 

@@ -64,6 +64,7 @@ class TrainConfig:
         precision: auto is bf16 autocast on a GPU and fp32 on the CPU
         freeze: what is held still and when, as recurrent:0-250 or gdn.mixer:175-,nope:0-100
         eval_every: updates between measurements of held-out data; 0: only at the end
+        eval_rows: held-out rows of each gap, or windows of text, that are measured
         probe_every: updates between layer retrieval scores (spaced-retrieval); 0: never
         probe_pairs: prompt pairs a score is averaged over
         checkpoint_every: updates between checkpoints; 0: only at the end
@@ -82,12 +83,13 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     freeze: tuple[str, ...] = ()
     eval_every: int = 100
+    eval_rows: int = 200
     probe_every: int = 0
     probe_pairs: int = 100
     checkpoint_every: int = 100
 
     def __post_init__(self):
-        for name in ("steps", "probe_pairs"):
+        for name in ("steps", "eval_rows", "probe_pairs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be at least 1")
         for name in (

@@ -11,16 +11,19 @@ from plait.scoring import score_tokens
 
 
 @torch.no_grad()
-def held_out(model: LM, task: Task, *, rows_at_a_time: int = 64) -> list[Record]:
-    """One record a group of the task's held-out data; for tasks with axes (gaps), accuracies too.
+def held_out(model: LM, task: Task, *, rows: int, rows_at_a_time: int = 64) -> list[Record]:
+    """One record for the first `rows` of each group of the task's held-out data; where groups have axes (gaps),
+    accuracies too.
 
     accuracy: share of answer tokens that are the argmax; exact: share of rows with all of them right.
     """
     device = model.embed.weight.device
-    rows = []
+    found = []
     for group in task.held_out():
         losses, correct, exact = [], [], []
-        pieces = zip(group.tokens_BT.split(rows_at_a_time), group.targets_BT.split(rows_at_a_time), strict=True)
+        pieces = zip(
+            group.tokens_BT[:rows].split(rows_at_a_time), group.targets_BT[:rows].split(rows_at_a_time), strict=True
+        )
         for tokens, targets in pieces:
             scores = score_tokens(model, tokens.to(device), targets.to(device))
             losses.append(scores.loss_N)
@@ -30,5 +33,5 @@ def held_out(model: LM, task: Task, *, rows_at_a_time: int = 64) -> list[Record]
         if group.axes:
             values["accuracy"] = torch.cat(correct).float().mean().item()
             values["exact"] = torch.cat(exact).float().mean().item()
-        rows.append(Record(kind="eval", name="accuracy" if group.axes else "loss", values=values, axes=group.axes))
-    return rows
+        found.append(Record(kind="eval", name="accuracy" if group.axes else "loss", values=values, axes=group.axes))
+    return found
