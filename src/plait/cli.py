@@ -106,7 +106,9 @@ def describe(arguments: Sequence[str]) -> None:
         "plait describe '3*gdn nope' --d-model 1024 --num-layers 24 --num-heads 8 --context 131072",
         "LAYOUT",
     )
-    parser.add_argument("layout", type=str, metavar="LAYOUT", help="layout string, a spec.json, or a directory that holds one")
+    parser.add_argument(
+        "layout", type=str, metavar="LAYOUT", help="layout string, a spec.json, or a directory that holds one"
+    )
     _add_options(parser, ModelOptions, d_model=512, num_layers=8, num_heads=8)
     parser.add_argument("--vocab-size", type=int, default=32_000, help="entries of the vocabulary")
     parser.add_argument("--context", type=int, default=32_768, help="tokens T of a sequence")
@@ -167,7 +169,9 @@ def probe(arguments: Sequence[str]) -> None:
         "plait probe runs/first retrieval-score --gap 64 --json",
         "MODEL retrieval-score",
     )
-    parser.add_argument("model", type=str, metavar="MODEL", help="RUN (its last checkpoint), RUN@STEP, or a checkpoint's directory")
+    parser.add_argument(
+        "model", type=str, metavar="MODEL", help="RUN (its last checkpoint), RUN@STEP, or a checkpoint's directory"
+    )
     parser.add_argument("what", type=str, help="retrieval-score")
     parser.add_argument("--gap", type=_several(int), default=(64,), help="gaps to measure at, as 16,192")
     parser.add_argument("--pairs", type=int, default=2_000, help="held-out prompt pairs")
@@ -222,10 +226,10 @@ def bench(arguments: Sequence[str]) -> None:
     if args.what != "mixers":
         parser.error(f"unknown benchmark {args.what!r}; {suggest(args.what, ['mixers'])}")
 
-    from plait.bench.mixers import bench_mixers, show
+    from plait.bench.mixers import bench_mixers, print_rows
 
     rows = bench_mixers(device=_device(args.device), lengths=args.lengths, repeats=args.repeats)
-    print(json.dumps(rows, indent=1)) if args.json else show(rows)
+    print(json.dumps(rows, indent=1)) if args.json else print_rows(rows)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -13,6 +13,7 @@ from plait.config import RopeScaling, Softmax
 def rope_frequencies(config: Softmax) -> tuple[Tensor, float]:
     """Angles per position of each rotated pair, float64 [rotary_dim / 2], and the factor on cos and sin."""
     dim, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
+    assert theta is not None
     frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if scaling is None:
         return frequency, 1.0
@@ -27,6 +28,7 @@ def rope_frequencies(config: Softmax) -> tuple[Tensor, float]:
 
 def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3: keep short wavelengths, interpolate long ones, blend in between."""
+    assert scaling.original_length is not None
     turns = scaling.original_length * frequency / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
@@ -36,8 +38,11 @@ def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 def _yarn(frequency: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     """YaRN: a ramp over the pairs, between those that turn beta_fast and beta_slow times within original_length."""
 
+    length = scaling.original_length
+    assert length is not None
+
     def pair(turns: float) -> float:
-        return dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(pair(scaling.beta_fast)), 0)
     high = min(math.ceil(pair(scaling.beta_slow)), dim - 1)
@@ -75,6 +80,7 @@ def logn_scale(config: Softmax, position_BT: Tensor, dtype: torch.dtype) -> Tens
     """
     count = (position_BT + 1).to(torch.promote_types(dtype, torch.float32))
     base = config.logn_base
+    assert base is not None
     if config.logn == "loglen":
         return (count.log() / math.log(base)).clamp(min=1)
     return (count + base).log() / math.log(base)

@@ -24,11 +24,11 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
     config = settings.train
     task = settings.data.build(config.seed)
     measures = [Measure(config.eval_every, lambda model: held_out(model, task, rows=config.eval_rows))]
-    if config.probe_every and not isinstance(task, SpacedRetrieval):
-        raise ValueError(f"probe_every = {config.probe_every}; layer retrieval scores need --task spaced-retrieval")
     if config.probe_every:
+        if not isinstance(task, SpacedRetrieval):
+            raise ValueError(f"probe_every = {config.probe_every}; layer retrieval scores need --task spaced-retrieval")
 
-        def scores(model: LM) -> list[Record]:
+        def scores(model: LM, task: SpacedRetrieval = task) -> list[Record]:
             return retrieval_records(model, task, task.gaps, pairs=config.probe_pairs)
 
         measures.append(Measure(config.probe_every, scores))

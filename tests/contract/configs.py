@@ -30,8 +30,8 @@ SMALL, WIDE = (1, 2, 3, 4, 5, 8, 12), (16, 32)
 def rope_scalings(draw: DrawFn) -> RopeScaling:
     kind = draw(st.sampled_from(("linear", "yarn", "llama3")))
     length = None if kind == "linear" else draw(st.sampled_from((8, 32, 64)))
-    factor = draw(st.sampled_from((1.0, 2.0, 4.0)))
-    return RopeScaling(kind=kind, factor=factor, original_length=length, attention_factor=draw(st.sampled_from((None, 1.3))))
+    factor, attention = draw(st.sampled_from((1.0, 2.0, 4.0))), draw(st.sampled_from((None, 1.3)))
+    return RopeScaling(kind=kind, factor=factor, original_length=length, attention_factor=attention)
 
 
 @st.composite
@@ -65,7 +65,8 @@ def softmaxes(draw: DrawFn, sizes: tuple[int, ...]) -> Softmax:
 @st.composite
 def gdns(draw: DrawFn, sizes: tuple[int, ...]) -> Gdn:
     """plain; grouped queries (several read one state); more value than key heads (several states have one key)"""
-    form, few, times = draw(st.sampled_from(("plain", "grouped", "values"))), draw(st.integers(1, 2)), draw(st.integers(2, 3))
+    form = draw(st.sampled_from(("plain", "grouped", "values")))
+    few, times = draw(st.integers(1, 2)), draw(st.integers(2, 3))
     head_dim, value_dim = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
     return Gdn(
         num_heads=few * times if form == "grouped" else few,

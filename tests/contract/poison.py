@@ -1,4 +1,4 @@
-"""Uninitialized memory made visible: while this is on, torch's `empty` functions return NaN (integers: a large value)."""
+"""Uninitialized memory made visible: while this is on, torch's `empty` functions return NaN (integers: 77)."""
 
 from __future__ import annotations
 

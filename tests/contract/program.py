@@ -60,7 +60,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Move:
-    """Cache.to a device (the CPU itself: shares buffers)."""
+    """Cache.to the device where it is."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,9 @@ class Interpreter:
     def run(self) -> None:
         for i, op in enumerate(self.case.ops):
             getattr(self, type(op).__name__.lower())(op, f"op {i} {op}")
-        for self.current in range(len(self.tracks)):  # what earlier operations did to caches left behind shows here
-            self.decode(Decode(1), f"one token more through cache {self.current}")
+        for i in range(len(self.tracks)):  # what later operations did to caches left behind shows here
+            self.current = i
+            self.decode(Decode(1), f"one token more through cache {i}")
         self.check_lengths()
         self.check_outputs()
 
@@ -211,7 +212,7 @@ class Interpreter:
             tokens, mask = self.tokens(self.case.batch, width), self.mask(op, width)
             out = self.model(tokens, mask=None if op.form == "dense" else mask, cache=cache)
             assert torch.equal(out[~mask], torch.zeros_like(out[~mask])), f"{name}: a padded output is not zero"
-            news, logits = [t[m] for t, m in zip(tokens, mask, strict=True)], [o[m] for o, m in zip(out, mask, strict=True)]
+            news, logits = ([row[real] for row, real in zip(x, mask, strict=True)] for x in (tokens, out))
         rows = [(*row, *new.tolist()) for row, new in zip(rows, news, strict=True)]
         self.outputs += [(name, row, part) for row, part in zip(rows, logits, strict=True) if len(part)]
         if op.cached:
@@ -260,7 +261,8 @@ class Interpreter:
             self.track.cache.crop(length)
         except ValueError:
             assert length < longest, f"{name}: refused to do nothing"
-            assert any(not isinstance(m, Softmax) or m.window_size for m in mixers), f"{name}: refused by full attention"
+            backs = [isinstance(m, Softmax) and not m.window_size for m in mixers]
+            assert not all(backs), f"{name}: refused by full attention"
             assert_same(self.track.cache, before, name)
         else:
             refuse = length < longest and any(m.recurrent for m in mixers)
@@ -317,7 +319,8 @@ class Interpreter:
 
 def assert_same(cache: Cache, before: Cache, name: str) -> None:
     """Bit for bit what it was before something was refused."""
-    assert cache.lengths == before.lengths and torch.equal(cache.lengths_S, before.lengths_S), f"{name}: lengths changed"
+    assert cache.lengths == before.lengths, f"{name}: lengths changed"
+    assert torch.equal(cache.lengths_S, before.lengths_S), f"{name}: lengths changed"
     for state, old in zip(cache.states, before.states, strict=True):
         for (field_name, buffer), (_, was) in zip(state.tensors(), old.tensors(), strict=True):
             assert torch.equal(buffer, was), f"{name}: {field_name} changed"

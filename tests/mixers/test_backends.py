@@ -60,7 +60,8 @@ def both(config: Mixer, seed: int) -> tuple[MixerModule, MixerModule]:
 def gradients(mixer: MixerModule, x: Tensor, seq: Seq) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     y, _ = mixer(x, None, seq)
-    (y * torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).to(y.dtype)).sum().backward()
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype)
+    (y * weight).sum().backward()
     return {"output": y.detach(), "input": x.grad} | {name: p.grad for name, p in mixer.named_parameters()}
 
 
@@ -135,6 +136,41 @@ def test_gradients_with_extreme_decays(A_log: float, dt_bias: float, dtype: torc
             assert float((found[name] - want[name]).norm()) <= 1e-10 * max(float(want[name].norm()), 1e-3 * scale), name
 
 
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(config=mixers(), batch=batches(), seed=st.integers(0, 1000))
+def test_no_uninitialized_memory_is_read(config: Mixer, batch: Batch, seed: int):
+    """torch fills what it would leave uninitialized with NaN, also inside its own operations."""
+    mixer, x = make_mixer(config, D, seed=seed), batch.inputs(seed)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = gradients(mixer, x, batch.seq())
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    for name, value in found.items():
+        assert torch.isfinite(value).all(), name
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(config=mixers(WIDE), T=st.sampled_from((1, 65)), seed=st.integers(0, 1000))
+def test_autocast(config: Mixer, T: int, seed: int):
+    """bf16 autocast over float32 parameters, as in training: close, differentiable, states still float32."""
+    mixer, exact = (make_mixer(config, 48, seed=seed, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    x = torch.randn(2, T, 48, generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(mixer, x, dense(2, T))
+        state = mixer.new_state(2, T + 1, dtype=torch.float32, device=x.device)
+        with torch.no_grad():
+            mixer(x, state, dense(2, T))
+            mixer(x[:, :1], state, Seq.build((2, 1), x.device, past=torch.full((2,), T), max_past=T))
+    for name, value in found.items():
+        assert torch.isfinite(value).all(), name
+    assert all(torch.isfinite(b).all() and b.dtype == torch.float32 for _, b in state.tensors())
+    if T > 1:
+        assert error(found["output"], exact(x.double(), None, dense(2, T))[0]) <= 3e-2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("decay", ["strong", "weak", "mixed"])
@@ -184,7 +220,7 @@ def test_bf16(config: Mixer, T: int, seed: int):
         state = mixer.new_state(2, T, dtype=torch.bfloat16, device=x.device)
         cuts = sorted({0, T // 3, T // 3 + 1, T - 1, T})
         pieces = []
-        for start, end in zip(cuts, cuts[1:]):
+        for start, end in zip(cuts, cuts[1:], strict=False):
             seq = Seq.build((2, end - start), x.device, past=torch.full((2,), start), max_past=start)
             pieces.append(mixer(x[:, start:end], state, seq)[0])
     assert off(torch.cat(pieces, 1), "output") <= max(1e-2, 1.2 * off(rounded["output"], "output"))

@@ -1,4 +1,4 @@
-"""The cache where the contract test does not look: slots that hold nothing any more, refusals, gradients, compilation."""
+"""The cache where the contract test does not look: dead slots, refusals, gradients, compilation."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ def test_clone_and_to():
     model = model_of(FULL, SWA, GDN)
     cache = model.new_cache(2, 20)
     model(tokens(2, 9), cache=cache)
-    copy, moved = cache.clone(), cache.to("cpu")
+    copy = cache.clone()
     assert not {b.data_ptr() for b in buffers(cache)} & {b.data_ptr() for b in buffers(copy)}
-    assert [b.data_ptr() for b in buffers(moved)] == [b.data_ptr() for b in buffers(cache)]
+    assert cache.to("cpu") is cache
     elsewhere = cache.to("meta")
     assert {b.device.type for b in buffers(elsewhere)} == {"meta"}
     assert elsewhere.lengths == cache.lengths
@@ -175,7 +175,11 @@ BAD_CALLS = {
         "a sequence would be 22 tokens long",
     ),
     "more rows": (tokens(3, 2), {}, "holds 2 sequences; the tokens are of 3"),
-    "more documents": (tokens(1, 6), {"cu_seqlens": torch.tensor([0, 2, 4, 6])}, "holds 2 sequences; the tokens are of 3"),
+    "more documents": (
+        tokens(1, 6),
+        {"cu_seqlens": torch.tensor([0, 2, 4, 6])},
+        "holds 2 sequences; the tokens are of 3",
+    ),
     "mask and cu_seqlens": (
         tokens(1, 6),
         {"cu_seqlens": torch.tensor([0, 2, 6]), "mask": torch.ones(1, 6, dtype=torch.bool)},
@@ -241,8 +245,8 @@ def test_gradients_do_not_enter_a_cache(form: str):
 
 @torch.no_grad()
 def test_states_are_at_least_float32():
-    model = model_of(FULL, GDN, dtype=torch.bfloat16)
-    for cache in (model.new_cache(1, 4), model_of(FULL, GDN, dtype=torch.float32).new_cache(1, 4, dtype=torch.bfloat16)):
+    models = [model_of(FULL, GDN, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for cache in (models[0].new_cache(1, 4), models[1].new_cache(1, 4, dtype=torch.bfloat16)):
         keys, recurrent = cache.states
         assert keys.k_SLGE.dtype == recurrent.tail_BWC.dtype == torch.bfloat16
         assert recurrent.memory_BSKV.dtype == torch.float32

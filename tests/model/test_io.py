@@ -140,8 +140,15 @@ def truncate(path: Path, keep: float) -> None:
     file.write_bytes(data[: int(len(data) * keep)])
 
 
+def write_index(path: Path, text: str) -> None:
+    (path / "model.safetensors.index.json").write_text(text)
+
+
 BREAKS = {
-    "missing tensor": (lambda p: break_tensors(p, lambda t: t.pop("layers.1.mixer.A_log")), r"tensor layers\.1\.mixer\.A_log is missing"),
+    "missing tensor": (
+        lambda p: break_tensors(p, lambda t: t.pop("layers.1.mixer.A_log")),
+        r"tensor layers\.1\.mixer\.A_log is missing",
+    ),
     "unknown tensor": (
         lambda p: break_tensors(p, lambda t: t.update({"layers.7.mixer.q.weight": torch.zeros(1)})),
         r"tensor layers\.7\.mixer\.q\.weight has no place in this model",
@@ -165,13 +172,13 @@ BREAKS = {
         lambda p: dataclasses.replace(SPEC, layers=LAYERS[:1]).save(p / "spec.json"),
         "has no place in this model",
     ),
-    "index without a map": (lambda p: (p / "model.safetensors.index.json").write_text("{}"), r"index\.json"),
+    "index without a map": (lambda p: write_index(p, "{}"), r"index\.json"),
     "index of a missing shard": (
-        lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": {"norm.weight": "other.safetensors"}}'),
+        lambda p: write_index(p, '{"weight_map": {"norm.weight": "other.safetensors"}}'),
         r"other\.safetensors: no such file",
     ),
-    "index is not JSON": (lambda p: (p / "model.safetensors.index.json").write_text("{"), r"index\.json: not valid JSON"),
-    "index is a list": (lambda p: (p / "model.safetensors.index.json").write_text("[]"), r"index\.json"),
+    "index is not JSON": (lambda p: write_index(p, "{"), r"index\.json: not valid JSON"),
+    "index is a list": (lambda p: write_index(p, "[]"), r"index\.json"),
 }
 
 

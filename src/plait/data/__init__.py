@@ -26,9 +26,13 @@ class Group:
 class Task(Protocol):
     """A source of batches."""
 
-    vocab_size: int
-    length: int
-    """tokens of the longest row"""
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        ...
 
     def batch(self, step: int) -> list[Group]:
         """The groups of update `step`, from 0; their gradients are weighted by their count of targets."""

@@ -57,6 +57,7 @@ def attend(
     T = q_BTHE.shape[1]
     if past is None and (window_size is None or window_size >= T):
         return _causal(q_BTHE, k_BTGE, v_BTGE, sink)
+    assert window_size is not None
     block = max(window_size, MIN_BLOCK)
     if position_BT is None:
         position_BT = torch.arange(T, device=q_BTHE.device)[None]
@@ -103,7 +104,7 @@ def _causal(q_BTHE, k_BTGE, v_BTGE, sink_H) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTGE, v_BTGE))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     o = o.transpose(1, 2)
-    return o if sink_H is None else o[:, 1:, :, : -_SINK_CHANNELS]
+    return o if sink_H is None else o[:, 1:, :, :-_SINK_CHANNELS]
 
 
 def _banded(q_BTHE, k_BTGE, v_BTGE, window_size: int, block: int, sink_H) -> Tensor:
@@ -132,9 +133,7 @@ def _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, mask_BTL, sink_H) -> Tensor:
         mask_BTL = F.pad(mask_BTL, (1, 0), value=True)
     q = q_BTHE.unflatten(2, (G, R)).transpose(1, 2).flatten(2, 3)  # B, G, T * R, E
     mask = mask_BTL.repeat_interleave(R, 1)[:, None]
-    o = F.scaled_dot_product_attention(
-        q, k_BLGE.transpose(1, 2), v_BLGE.transpose(1, 2), attn_mask=mask, scale=E**-0.5
-    )
+    o = F.scaled_dot_product_attention(q, k_BLGE.transpose(1, 2), v_BLGE.transpose(1, 2), attn_mask=mask, scale=E**-0.5)
     o = o.unflatten(2, (T, R)).transpose(1, 2).flatten(2, 3)
     return o[..., :E]
 

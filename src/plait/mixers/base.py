@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, D = d_model, H output heads, V value size of a head, S
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Literal, Self
 
 import torch
@@ -28,15 +28,12 @@ class Tap(nn.Module):
         return x
 
 
-class Taps(nn.Module):
+def taps(*names: str) -> nn.ModuleDict:
     """The named points of one module; parameter-free, so checkpoints do not see them."""
-
-    def __init__(self, *names: str):
-        super().__init__()
-        for name in names:
-            self.add_module(name, Tap())
+    return nn.ModuleDict({name: Tap() for name in names})
 
 
+@dataclass
 class State:
     """What a mixer keeps of each sequence: a dataclass of buffers [S, ...] owned by the cache, mutated in place."""
 
@@ -82,16 +79,17 @@ class Mixer(nn.Module):
     """
 
     POINTS: tuple[str, ...] = ("heads", "out")
+    o: nn.Linear
 
     def __init__(self):
         super().__init__()
         self.backend: Backend = "torch"
-        self.taps = Taps(*self.POINTS)
+        self.taps = taps(*self.POINTS)
 
     def forward(self, x_BTD: Tensor, state: State | None, seq: Seq) -> tuple[Tensor, State | None]:
         o_BTHV, state = self.heads(x_BTD, state, seq)
-        y_BTD = self.project(self.taps.heads(o_BTHV, seq))
-        return self.taps.out(y_BTD, seq), state
+        y_BTD = self.project(self.taps["heads"](o_BTHV, seq))
+        return self.taps["out"](y_BTD, seq), state
 
     def heads(self, x_BTD: Tensor, state: State | None, seq: Seq) -> tuple[Tensor, State | None]:
         """Output of every head, [B, T, H, V], and the state after these tokens (the same object, mutated)."""

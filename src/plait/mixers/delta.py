@@ -167,7 +167,8 @@ class _Chunked(NamedTuple):
 
     def erase_(self, kk_NCC: Tensor) -> Tensor:
         """K K^T becomes L in place; likewise their gradients, from L's to K K^T's."""
-        return kk_NCC.mul_(self.decay_NCC).mul_(self.beta_NC1 / -self.scale).tril_(-1)
+        kk_NCC.mul_(self.decay_NCC).mul_(self.beta_NC1 / -self.scale).diagonal(dim1=1, dim2=2).zero_()
+        return kk_NCC
 
     def mix_(self, qk_NRC: Tensor) -> Tensor:
         """Q K^T becomes M in place; likewise their gradients."""
@@ -311,28 +312,9 @@ def _add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _unit_inverse(lower_NCC: Tensor) -> Tensor:
-    """(I - L)^-1 for strictly lower L, by substitution: rows inside blocks of 16, then blocks in pairs."""
-    blocks_16 = _diagonal_blocks(lower_NCC, 16).permute(2, 3, 0, 1).contiguous()
-    inverse_16 = torch.eye(16, dtype=lower_NCC.dtype, device=lower_NCC.device)[..., None, None].repeat(
-        1, 1, *blocks_16.shape[2:]
-    )
-    for i in range(15):
-        inverse_16[i + 1 :, : i + 1].addcmul_(blocks_16[i + 1 :, i, None], inverse_16[i, None, : i + 1])
-    inverse_NCC = torch.zeros_like(lower_NCC)
-    _diagonal_blocks(inverse_NCC, 16).copy_(inverse_16.permute(2, 3, 0, 1))
-    size = 16
-    while size < lower_NCC.shape[-1]:
-        low, inv = _diagonal_blocks(lower_NCC, 2 * size), _diagonal_blocks(inverse_NCC, 2 * size)
-        corner = inv[..., size:, size:] @ (low[..., size:, :size] @ inv[..., :size, :size])
-        inv[..., size:, :size] = corner
-        size *= 2
-    return inverse_NCC
-
-
-def _diagonal_blocks(x_NCC: Tensor, size: int) -> Tensor:
-    """A view [N, C / size, size, size]."""
-    blocks = x_NCC.unflatten(2, (-1, size)).unflatten(1, (-1, size))
-    return blocks.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    """(I - L)^-1 for strictly lower L, by substitution."""
+    eye_CC = torch.eye(lower_NCC.shape[-1], dtype=lower_NCC.dtype, device=lower_NCC.device)
+    return torch.linalg.solve_triangular(-lower_NCC, eye_CC.expand_as(lower_NCC), upper=False, unitriangular=True)
 
 
 @torch.library.custom_op("plait::scan", mutates_args=())

@@ -74,7 +74,7 @@ class GatedDeltaNet(Mixer):
         wide = torch.promote_types(x_BTD.dtype, torch.float32)
         g = -self.A_log.to(wide).exp() * F.softplus(self.a(x_BTD).to(wide) + self.dt_bias.to(wide))
         beta = torch.sigmoid(self.b(x_BTD).to(wide)) * (2 if self.config.allow_neg_eigval else 1)
-        g, beta = self.taps.decay(g, seq), self.taps.beta(beta, seq)
+        g, beta = self.taps["decay"](g, seq), self.taps["beta"](beta, seq)
         memory = None if state is None else state.memory_BSKV
         o, memory = self._mix(q, k, v, g, beta, memory, seq)
         if state is not None:
@@ -94,7 +94,7 @@ class GatedDeltaNet(Mixer):
         if config.num_v_heads > config.num_kv_heads:
             q, k = (y.repeat_interleave(config.num_v_heads // config.num_kv_heads, 2) for y in (q, k))
         v = v.unflatten(-1, (-1, config.value_dim))
-        return self.taps.q(q, seq), self.taps.k(k, seq), self.taps.v(v, seq)
+        return self.taps["q"](q, seq), self.taps["k"](k, seq), self.taps["v"](v, seq)
 
     def _mix(self, q, k, v, g, beta, memory: Tensor | None, seq: Seq) -> tuple[Tensor, Tensor]:
         if self.backend == "naive":

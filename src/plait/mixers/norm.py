@@ -24,7 +24,7 @@ class Norm(nn.Module):
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "layer":
+        if self.bias is not None:
             return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
         weight = 1 + self.weight if self.kind == "rms1p" else self.weight
         return rms_norm(x, weight, self.eps)

@@ -50,6 +50,7 @@ class Chunks:
                 x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
             x = x.unflatten(1, (-1, size))  # B, steps, C, H, *
             return x.permute(1, 0, 3, 2, *range(4, x.ndim)).flatten(0, 1)
+        assert self._slot_N is not None
         slots = x.new_zeros(sum(self.counts) * size, *x.shape[2:])
         slots = slots.index_copy(0, self._slot_N, x[0])
         return slots.unflatten(0, (-1, size)).transpose(1, 2)
@@ -102,8 +103,8 @@ class Seq:
     ) -> Seq:
         """Describe a batch of tokens [B, T].
 
-        mask: bool or integer [B, T], true on real tokens, with padding anywhere. cu_seqlens: [S + 1] rising offsets into
-        a batch of one row, from 0 to T. past: [S] tokens each sequence already has in the cache.
+        mask: bool or integer [B, T], true on real tokens, with padding anywhere. cu_seqlens: [S + 1] rising offsets
+        into a batch of one row, from 0 to T. past: [S] tokens each sequence already has in the cache.
         """
         B, T = shape
         if mask is not None and cu_seqlens is not None:
@@ -214,7 +215,7 @@ class Seq:
 
     def pad(self, x: Tensor) -> Tensor:
         """The inverse of strip, zero at padded positions."""
-        if self._token_N is None:
+        if self._token_N is None or self._shape is None:
             return x
         B, T = self._shape
         return x.new_zeros(B * T, *x.shape[2:]).index_copy(0, self._token_N, x[0]).unflatten(0, (B, T))

@@ -110,10 +110,10 @@ class SoftmaxAttention(Mixer):
     def _qkv(self, x_BTD: Tensor, seq: Seq) -> tuple[Tensor, Tensor, Tensor]:
         config, E = self.config, self.config.head_dim
         q, k, v = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD).unflatten(-1, (-1, E))
-        if config.qk_norm == "full":
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.unflatten(-1, (-1, E)), k.unflatten(-1, (-1, E))
-        if config.qk_norm == "head":
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if config.rope_theta is not None:
             key = ("rope", config.rotary_dim, config.rope_theta, config.rope_scaling, x_BTD.dtype)
@@ -124,7 +124,7 @@ class SoftmaxAttention(Mixer):
             key = ("logn", config.logn, config.logn_base, x_BTD.dtype)
             scale_BT = seq.once(key, lambda: logn_scale(config, seq.position_BT, x_BTD.dtype))
             q = (q * scale_BT[..., None, None]).to(q.dtype)
-        return self.taps.q(q, seq), self.taps.k(k, seq), self.taps.v(v, seq)
+        return self.taps["q"](q, seq), self.taps["k"](k, seq), self.taps["v"](v, seq)
 
     def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, max_past: int) -> Tensor:
         """Dense rows that may be at different lengths: attend to what the cache holds and to the new tokens."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from plait.config import Layer, MlpKind
 from plait.mixers import Backend, build_mixer
-from plait.mixers.base import State, Taps, init_linear, linear
+from plait.mixers.base import State, init_linear, linear, taps
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
 
@@ -42,43 +42,38 @@ class Block(nn.Module):
         two = self.mlp is not None and not layer.parallel
         sandwich = layer.norm_placement == "sandwich"
 
-        def norm(wanted: bool) -> Norm | None:
-            return Norm(layer.norm, d_model, layer.norm_eps) if wanted else None
+        def norm(wanted: bool) -> nn.Module:
+            return Norm(layer.norm, d_model, layer.norm_eps) if wanted else nn.Identity()
 
         self.norm1, self.norm2 = norm(True), norm(two)
         self.post_norm1, self.post_norm2 = norm(sandwich), norm(sandwich and two)
-        self.taps = Taps("in", "mlp_out", "out")
+        self.taps = taps("in", "mlp_out", "out")
 
     def init_weights(self, std: float, generator: torch.Generator) -> None:
         self.mixer.init_weights(std, generator)
         if self.mlp is not None:
             self.mlp.init_weights(std, generator)
         for norm in (self.norm1, self.norm2, self.post_norm1, self.post_norm2):
-            if norm is not None:
+            if isinstance(norm, Norm):
                 norm.init_weights()
 
     def forward(self, x_BTD: Tensor, state: State | None, seq: Seq) -> Tensor:
         layer = self.layer
-        x = self.taps._modules["in"](x_BTD, seq)
-        if layer.parallel:
+        x = self.taps["in"](x_BTD, seq)
+        if layer.parallel and self.mlp is not None:
             n = self.norm1(x)
             y, _ = self.mixer(n, state, seq)
-            z = self.taps.mlp_out(self.mlp(n), seq)
-            return self.taps.out(x + layer.mixer_multiplier * y + layer.mlp_multiplier * z, seq)
+            z = self.taps["mlp_out"](self.mlp(n), seq)
+            return self.taps["out"](x + layer.mixer_multiplier * y + layer.mlp_multiplier * z, seq)
         y, _ = self.mixer(self._before(self.norm1, x), state, seq)
         x = x + layer.mixer_multiplier * self._after(self.norm1, self.post_norm1, y)
         if self.mlp is not None:
-            z = self.taps.mlp_out(self.mlp(self._before(self.norm2, x)), seq)
+            z = self.taps["mlp_out"](self.mlp(self._before(self.norm2, x)), seq)
             x = x + layer.mlp_multiplier * self._after(self.norm2, self.post_norm2, z)
-        return self.taps.out(x, seq)
+        return self.taps["out"](x, seq)
 
-    def _before(self, norm: Norm, x: Tensor) -> Tensor:
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
         return x if self.layer.norm_placement == "post" else norm(x)
 
-    def _after(self, norm: Norm, post_norm: Norm | None, y: Tensor) -> Tensor:
-        match self.layer.norm_placement:
-            case "post":
-                return norm(y)
-            case "sandwich":
-                return post_norm(y)
-        return y
+    def _after(self, norm: nn.Module, post_norm: nn.Module, y: Tensor) -> Tensor:
+        return norm(y) if self.layer.norm_placement == "post" else post_norm(y)

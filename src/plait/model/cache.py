@@ -57,9 +57,12 @@ class Cache:
         return new
 
     def to(self, device: torch.device | str) -> Cache:
-        """The same cache on another device; as torch's `to`, it shares buffers already there."""
+        """A copy of this cache on another device; as torch's `to`, itself when it is there already."""
+        lengths_S = self.lengths_S.to(device)
+        if lengths_S is self.lengths_S:
+            return self
         new = self._with([state.map(lambda buffer: buffer.to(device)) for state in self.states])
-        new.lengths_S = self.lengths_S.to(device)
+        new.lengths_S = lengths_S
         return new
 
     def reorder(self, index: Tensor) -> None:

@@ -33,6 +33,7 @@ def prefill(model: LM, tokens_BT: Tensor, cache: Cache, *, mask: Tensor | None =
         place_B = torch.where(real, steps, -1).amax(1)
         new_BD = x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), place_B.clamp(min=0)]
         last_BD = new_BD if last_BD is None else torch.where((place_B >= 0)[:, None], new_BD, last_BD)
+    assert last_BD is not None
     return model.logits(last_BD)
 
 
@@ -40,7 +41,8 @@ def _prompt_lengths(tokens_BT: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     """Real tokens of every row, once prompt and mask are known to be of use."""
     if tokens_BT.ndim != 2 or 0 in tokens_BT.shape:
         raise ValueError(f"tokens: shape {tuple(tokens_BT.shape)}; it must be [rows, tokens], neither empty")
-    return Seq.build(tuple(tokens_BT.shape), tokens_BT.device, mask=mask).lengths
+    B, T = tokens_BT.shape
+    return Seq.build((B, T), tokens_BT.device, mask=mask).lengths
 
 
 @torch.no_grad()

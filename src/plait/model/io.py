@@ -79,7 +79,7 @@ def load(
 def read_tensors(directory: Path, stem: str) -> dict[str, Tensor]:
     """All tensors of stem.safetensors or of the shards its index names."""
     index = directory / f"{stem}.safetensors.index.json"
-    names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else [f"{stem}.safetensors"]
+    names = _shard_names(index) if index.exists() else [f"{stem}.safetensors"]
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
@@ -90,6 +90,14 @@ def read_tensors(directory: Path, stem: str) -> dict[str, Tensor]:
         except (SafetensorError, OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{directory / name}: not a whole safetensors file ({error})") from None
     return tensors
+
+
+def _shard_names(index: Path) -> list[str]:
+    data = read_json(index)
+    files = data.get("weight_map") if isinstance(data, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError(f"{index}: it has no weight_map from tensors to files")
+    return sorted(set(files.values()))
 
 
 def check_tensors(path: Path, tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> None:

@@ -57,7 +57,7 @@ class LM(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         std = self.spec.init_std
         self.embed.weight.normal_(0, std, generator=generator)
-        for block in self.layers:
+        for block in self.blocks:
             block.init_weights(std, generator)
         self.norm.init_weights()
         if self.lm_head is not None:
@@ -128,8 +128,13 @@ class LM(nn.Module):
             raise ValueError(f"cache: batch = {batch}, max_length = {max_length}; both must be at least 1")
         weight = self.embed.weight
         dtype = dtype or weight.dtype
-        states = [b.mixer.new_state(batch, max_length, dtype=dtype, device=weight.device) for b in self.layers]
+        states = [b.mixer.new_state(batch, max_length, dtype=dtype, device=weight.device) for b in self.blocks]
         return Cache(states, batch, max_length, weight.device, self.spec.hash)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, by their type."""
+        return list(self.layers)  # pyright: ignore[reportReturnType]
 
     @property
     def num_params(self) -> int:

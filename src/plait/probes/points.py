@@ -22,11 +22,10 @@ from plait.model.lm import LM
 def points(model: LM) -> dict[str, Tap]:
     """Every named point of a model, in order of layers."""
     found = {}
-    for i, block in enumerate(model.layers):
-        names = {"mlp_out": "mlp.out"}
-        mixer = {f"mixer.{name}": tap for name, tap in block.mixer.taps.named_children()}
-        own = {names.get(name, name): tap for name, tap in block.taps.named_children()}
-        found |= {f"layers.{i}.{name}": tap for name, tap in ({"in": own.pop("in")} | mixer | own).items()}
+    for i, block in enumerate(model.blocks):
+        mixer = {f"mixer.{name}": tap for name, tap in block.mixer.taps.items()}
+        own = {"in": block.taps["in"], **mixer, "mlp.out": block.taps["mlp_out"], "out": block.taps["out"]}
+        found |= {f"layers.{i}.{name}": tap for name, tap in own.items()}
     return found
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from plait.files import new_directory, read_json, write_json
 from plait.model.io import read_tensors, write_model
@@ -45,11 +44,10 @@ def save_checkpoint(
     run: Path, model: LM, optimizer: torch.optim.Optimizer, step: int, tokens: int, seconds: float
 ) -> Path:
     path = run / "checkpoints" / f"step-{step:08d}"
-    names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {
-        f"{key}.{names[parameter]}": value.detach().cpu().contiguous()
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        f"{key}.{name}": value.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
     with new_directory(path) as directory:
         write_model(model, directory)
@@ -66,11 +64,7 @@ def load_optimizer(checkpoint: Checkpoint, model: LM, optimizer: torch.optim.Opt
         if name not in parameters:
             raise ValueError(f"{checkpoint.path}: optimizer state of {name}, which this model does not have")
         parameter = parameters[name]
-        optimizer.state[parameter][key] = value if key == "step" else _like(value, parameter)
-
-
-def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    return value.to(parameter.device)
+        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
 
 
 def checkpoints(run: Path) -> list[Path]:

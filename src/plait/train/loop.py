@@ -140,7 +140,7 @@ def _begin(run: Path, spec: Spec, settings: dict[str, Any], branch: Path | None)
         start = Checkpoint.read(branch) if branch else None
         if start and Spec.load(start.path / "spec.json") != spec:
             raise ValueError(f"branch: {start.path} holds another model than the one asked for")
-    if start and start.path == branch:  # the branch's past is its own
+    if start and branch and start.path == branch:  # the past it branches off is its own
         parent = records.read(branch.parent.parent / "records.jsonl")
         rows.write_text("")
         records.append(rows, [row for row in parent if row.step is not None and row.step <= start.step])
@@ -172,7 +172,7 @@ def freeze(model: LM, config: TrainConfig, step: int) -> None:
     for item in config.freezes:
         if item.holds(step):
             for i in select_layers(model.spec.layers, item.families):
-                module = model.layers[i] if item.scope == "block" else model.layers[i].mixer
+                module = model.blocks[i] if item.scope == "block" else model.blocks[i].mixer
                 frozen |= {id(parameter) for parameter in module.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) not in frozen)
@@ -215,7 +215,8 @@ def _recorded_clips(config: TrainConfig) -> dict[int, float] | None:
     if config.clip_from is None:
         return None
     rows = records.read(Path(config.clip_from) / "records.jsonl")
-    clips = {row.step - 1: row.values["clip"] for row in rows if row.kind == "train" and row.name == "loss"}
+    found = ((row.step, row.values.get("clip")) for row in rows if row.name == "loss")
+    clips = {step - 1: clip for step, clip in found if step is not None and clip is not None}
     missing = next((step for step in range(config.steps) if step not in clips), None)
     if missing is not None:
         raise ValueError(f"clip_from = {config.clip_from}: no clip coefficient recorded for update {missing + 1}")

@@ -78,17 +78,13 @@ class DataOptions:
         if self.task is not None and self.task not in TASKS:
             raise ValueError(f"task = {self.task!r}; {suggest(self.task, TASKS)}")
 
-    def build(self, seed: int, eval_pairs: int | None = None) -> Task:
-        """The task; eval_pairs: held-out pairs of Spaced Retrieval (None: 2,000, as 003)."""
+    def build(self, seed: int) -> Task:
         from plait.data.spaced_retrieval import SpacedRetrieval
         from plait.data.text import ByteText
 
         if self.data is not None:
             return ByteText(path=self.data, length=self.length, batch_size=self.batch_size, seed=seed)
-        pairs = {} if eval_pairs is None else {"eval_pairs": eval_pairs}
-        return SpacedRetrieval(
-            gaps=self.gaps, gap_weights=self.gap_weights, batch_size=self.batch_size, seed=seed, **pairs
-        )
+        return SpacedRetrieval(gaps=self.gaps, gap_weights=self.gap_weights, batch_size=self.batch_size, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
