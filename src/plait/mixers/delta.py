@@ -26,6 +26,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -90,28 +91,36 @@ def delta_chunk(
     beta_BTS: Tensor,
     state_BSKV: Tensor | None,
     seq: Seq,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """In chunks: (o_BTHV in v's dtype, state in fp32, or fp64 for fp64 inputs), differentiable once.
 
     Dense rows, or packed sequences [1, N, ...] with one state for each, in the order of the sequences. On CUDA the
     products of bf16 inputs run in bf16 with fp32 accumulation; gates, decays, the triangular inverse and the states
-    stay in fp32.
+    stay in fp32. chunk_size: by default what was fastest, 128 for those and otherwise 64.
     """
+    if chunk_size is None:
+        chunk_size = 128 if _runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else 64
     if chunk_size < 16 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size: {chunk_size}; it must be a power of two, at least 16")
-    longest = max(seq.lengths)
+    longest = max(seq.lengths, default=0)
     while chunk_size > 16 and chunk_size >= 2 * longest:
         chunk_size //= 2
     if state_BSKV is None:
         shape = (seq.num_sequences, k_BTSK.shape[2], k_BTSK.shape[3], v_BTSV.shape[3])
         state_BSKV = v_BTSV.new_zeros(shape, dtype=_wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS))
+    if longest == 0:
+        return v_BTSV.new_zeros(*q_BTHK.shape[:3], v_BTSV.shape[3]), state_BSKV
     return _DeltaChunk.apply(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, seq.chunks(chunk_size))
 
 
 def _wide_dtype(*tensors: Tensor) -> torch.dtype:
     """At least fp32."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def _runs_in_bf16(*operands: Tensor) -> bool:
+    return all(x.is_cuda and x.dtype == torch.bfloat16 for x in operands)
 
 
 def _widen(
@@ -146,21 +155,19 @@ class _Chunked(NamedTuple):
         q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g_BTS: Tensor, beta_BTS: Tensor, chunks: Chunks
     ) -> _Chunked:
         wide = _wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
-        bf16 = q_BTHK.is_cuda and all(x.dtype == torch.bfloat16 for x in (q_BTHK, k_BTSK, v_BTSV))
-        work = torch.bfloat16 if bf16 else wide
+        work = torch.bfloat16 if _runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else wide
         S, scale = k_BTSK.shape[2], k_BTSK.shape[3] ** -0.5
-        # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits. Base 2 because
-        # exp of large negative numbers is 30 times slower than exp2 on a CPU.
+        # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
         sum_NC = (_pack(g_BTS, torch.float64, S, chunks) * LOG2_E).cumsum(-1)
-        steps_NCC = (sum_NC[:, :, None] + math.log2(scale) - sum_NC[:, None, :]).to(wide)
+        steps_NCC = (sum_NC[:, :, None] + math.log2(scale) - sum_NC[:, None, :]).to(wide).tril_()
         return _Chunked(
             q_NRK=_pack(q_BTHK, work, S, chunks),
             k_NCK=_pack(k_BTSK, work, S, chunks),
             v_NCV=_pack(v_BTSV, work, S, chunks),
             beta_NC1=_pack(beta_BTS, wide, S, chunks).clamp(min=TINY)[..., None],
-            decay_NCC=steps_NCC.clamp_(max=0).exp2_().tril_(),
-            enter_NC1=sum_NC.exp2().to(wide)[..., None],
-            leave_NC1=(sum_NC[:, -1:] - sum_NC).exp2().to(wide)[..., None],
+            decay_NCC=_exp2_(steps_NCC).tril_(),
+            enter_NC1=_exp2_(sum_NC[..., None].to(wide, copy=True)),
+            leave_NC1=_exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(wide)),
             scale=scale,
             rows=[count * S for count in chunks.counts],
         )
@@ -293,6 +300,12 @@ def _pack(x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks) ->
 def _unpack(y: Tensor, num_heads: int, dtype: torch.dtype, chunks: Chunks) -> Tensor:
     """The inverse of _pack."""
     return chunks.unpack(y.to(dtype).view(-1, num_heads, chunks.size, *y.shape[2:]))
+
+
+def _exp2_(x: Tensor) -> Tensor:
+    """2^x in place, and 0 where products of two such numbers would leave the normal floating-point numbers: a CPU
+    multiplies those some hundred times slower. (Its exp is as slow wherever the result is near zero; exp2 is not.)"""
+    return F.threshold_(x, 0.4 * math.log2(torch.finfo(x.dtype).tiny), -math.inf).exp2_()
 
 
 def _mul_rows_(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
