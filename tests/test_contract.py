@@ -10,6 +10,7 @@ import os
 import pytest
 from contract.mutations import MUTATIONS, mutated
 from contract.program import Case, cases, check
+from contract.tools import examples
 from hypothesis import HealthCheck, Phase, given, settings
 
 QUIET = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -17,7 +18,7 @@ EXAMPLES = int(os.environ.get("PLAIT_CONTRACT_EXAMPLES", "3000"))
 """of the thorough run"""
 
 
-@settings(max_examples=120, derandomize=True, **QUIET)
+@examples(120)
 @given(cases())
 def test_contract(case: Case):
     check(case)
@@ -25,7 +26,7 @@ def test_contract(case: Case):
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@settings(max_examples=EXAMPLES, print_blob=True, **QUIET)
+@settings(max_examples=EXAMPLES, derandomize=False, print_blob=True, **QUIET)
 @given(cases(6))
 def test_contract_thoroughly(case: Case):
     check(case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from contract.configs import disturb
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 from plait.config import Mixer
@@ -26,6 +27,11 @@ def make_mixer(
     mixer.init_weights(gain * d_model**-0.5, torch.Generator().manual_seed(seed))
     disturb(mixer, seed)
     return mixer.to(dtype)
+
+
+def examples(n: int) -> settings:
+    """Of a property test; more under HYPOTHESIS_PROFILE=thorough."""
+    return settings(max_examples=n * settings.default.max_examples // 50, suppress_health_check=list(HealthCheck))
 
 
 def dense(B: int, T: int) -> Seq:

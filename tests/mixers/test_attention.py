@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 from contract.configs import WINDOWS
-from contract.tools import dense, error, make_mixer
-from hypothesis import HealthCheck, given, settings
+from contract.tools import dense, error, examples, make_mixer
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,7 +48,7 @@ def tensors(B: int, T: int, P: int, G: int, R: int, E: int, sink: bool):
     return [x if x is None else x.requires_grad_() for x in make]
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@examples(150)
 @given(
     size=sizes,
     T=st.integers(1, 40) | st.sampled_from((63, 64, 65, 128, 130)),
@@ -73,7 +73,7 @@ def test_attend_is_the_specification(size, T: int, window: int | None, sink: boo
         assert (a - b).norm() <= 1e-10 * max(b.norm(), 1e-3 * floor)
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@examples(150)
 @given(
     size=sizes,
     T=st.integers(1, 70),

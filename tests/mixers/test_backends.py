@@ -8,8 +8,8 @@ import pytest
 import torch
 from contract.configs import LENGTHS, WIDE, mixers
 from contract.poison import poisoned_empty
-from contract.tools import dense, error, make_mixer
-from hypothesis import HealthCheck, given, settings
+from contract.tools import dense, error, examples, make_mixer
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
@@ -65,7 +65,7 @@ def gradients(mixer: MixerModule, x: Tensor, seq: Seq) -> dict[str, Tensor]:
     return {"output": y.detach(), "input": x.grad} | {name: p.grad for name, p in mixer.named_parameters()}
 
 
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@examples(80)
 @given(config=mixers(), batch=batches(), seed=st.integers(0, 1000))
 def test_outputs_and_gradients(config: Mixer, batch: Batch, seed: int):
     x = batch.inputs(seed)
@@ -77,7 +77,7 @@ def test_outputs_and_gradients(config: Mixer, batch: Batch, seed: int):
         assert off <= 1e-10, f"{name}: {off:.1e}"
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@examples(60)
 @given(config=mixers(), rows=st.integers(1, 3), data=st.data(), seed=st.integers(0, 1000))
 @torch.no_grad()
 def test_states(config: Mixer, rows: int, data, seed: int):
@@ -96,7 +96,7 @@ def test_states(config: Mixer, rows: int, data, seed: int):
         assert error(got, want) <= 1e-10, name
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@examples(40)
 @given(config=mixers(), batch=batches(), seed=st.integers(0, 1000), data=st.data())
 def test_causal_and_separate_by_gradient(config: Mixer, batch: Batch, seed: int, data):
     """No output has the least gradient from a later token or from another sequence."""
@@ -136,7 +136,7 @@ def test_gradients_with_extreme_decays(A_log: float, dt_bias: float, dtype: torc
             assert float((found[name] - want[name]).norm()) <= 1e-10 * max(float(want[name].norm()), 1e-3 * scale), name
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@examples(25)
 @given(config=mixers(), batch=batches(), seed=st.integers(0, 1000))
 def test_no_uninitialized_memory_is_read(config: Mixer, batch: Batch, seed: int):
     """torch fills what it would leave uninitialized with NaN, also inside its own operations."""
@@ -152,7 +152,7 @@ def test_no_uninitialized_memory_is_read(config: Mixer, batch: Batch, seed: int)
         assert torch.isfinite(value).all(), name
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@examples(25)
 @given(config=mixers(WIDE), T=st.sampled_from((1, 65)), seed=st.integers(0, 1000))
 def test_autocast(config: Mixer, T: int, seed: int):
     """bf16 autocast over float32 parameters, as in training: close, differentiable, states still float32."""
@@ -196,7 +196,7 @@ def test_long_input(decay: str, dtype: torch.dtype):
             assert error(found["output"][:, -late // 2 :], y[:, -late // 2 :]) <= 1e-2
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@examples(40)
 @given(config=mixers(WIDE), T=st.sampled_from((17, 65, 150)), seed=st.integers(0, 1000))
 def test_bf16(config: Mixer, T: int, seed: int):
     """Against float64 with the same rounded weights and inputs: whole, in pieces, and gradients.

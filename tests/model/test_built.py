@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 from contract.configs import specs
-from hypothesis import HealthCheck, given, settings
+from contract.tools import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from ledger import (
     RETRIEVAL_ATTENTION_MIXER,
@@ -29,7 +30,7 @@ def count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@examples(100)
 @given(drawn=specs())
 def test_parameters(drawn: tuple[Spec, frozenset[str]]):
     spec, _ = drawn
@@ -42,7 +43,7 @@ def test_parameters(drawn: tuple[Spec, frozenset[str]]):
     assert sum(layer.params for layer in whole.layers) == sum(map(count, model.layers))
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@examples(100)
 @given(drawn=specs(), batch=st.integers(1, 3), length=st.integers(1, 200), half=st.booleans())
 def test_cache_bytes(drawn: tuple[Spec, frozenset[str]], batch: int, length: int, half: bool):
     """States of batch rows of max_length tokens; recurrent states stay in fp32 under bf16."""

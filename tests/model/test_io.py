@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from contract.configs import disturb, specs
-from hypothesis import HealthCheck, given, settings
+from contract.tools import examples
+from hypothesis import given
 from safetensors.torch import load_file, save_file
 
 from plait.config import Gdn, Layer, Softmax
@@ -63,7 +64,7 @@ def test_round_trip(tmp_path: Path, monkeypatch, tied: bool, dtype: torch.dtype,
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@examples(20)
 @given(drawn=specs())
 def test_round_trip_of_any_spec(tmp_path_factory, drawn):
     path = tmp_path_factory.mktemp("any") / "model"

@@ -33,8 +33,6 @@ from torch.autograd.function import once_differentiable
 from plait.mixers.seq import Chunks, Seq
 
 LOG2_E = 1.4426950408889634
-# beta = 0 is computed as this, so that its gradient can be a quotient. Far below the rounding of float64.
-TINY = 1e-20
 
 
 def delta_naive(
@@ -164,7 +162,7 @@ class _Chunked(NamedTuple):
             q_NRK=_pack(q_BTHK, work, S, chunks),
             k_NCK=_pack(k_BTSK, work, S, chunks),
             v_NCV=_pack(v_BTSV, work, S, chunks),
-            beta_NC1=_pack(beta_BTS, wide, S, chunks).clamp(min=TINY)[..., None],
+            beta_NC1=_pack(beta_BTS, wide, S, chunks)[..., None],
             decay_NCC=_exp2_(steps_NCC).tril_(),
             enter_NC1=_exp2_(sum_NC[..., None].to(wide, copy=True)),
             leave_NC1=_exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(wide)),
@@ -173,8 +171,8 @@ class _Chunked(NamedTuple):
         )
 
     def erase_(self, kk_NCC: Tensor) -> Tensor:
-        """K K^T becomes L in place; likewise their gradients, from L's to K K^T's."""
-        kk_NCC.mul_(self.decay_NCC).mul_(self.beta_NC1 / -self.scale).diagonal(dim1=1, dim2=2).zero_()
+        """K K^T becomes L / beta in place; likewise their gradients."""
+        kk_NCC.mul_(self.decay_NCC).mul_(-1 / self.scale).diagonal(dim1=1, dim2=2).zero_()
         return kk_NCC
 
     def mix_(self, qk_NRC: Tensor) -> Tensor:
@@ -206,7 +204,7 @@ class _DeltaChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
-            inverse_NCC = _unit_inverse(x.erase_(_mm(x.k_NCK, x.k_NCK.mT)))
+            inverse_NCC = _unit_inverse(x.erase_(_mm(x.k_NCK, x.k_NCK.mT)).mul_(x.beta_NC1))
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = x.beta_NC1 * x.v_NCV
             w_NKV = _mm(x_NCK.mT, r_NCV.to(work))
@@ -242,8 +240,8 @@ class _DeltaChunk(torch.autograd.Function):
             dend_NKV = dend_NKV.to(work)
             dr_NCV = _add_mm(dr_NCV, x_NCK, dend_NKV)
 
-            dq, dk, dg = _grad_qkg(x, mix_NRC, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
-            dbeta = (dr_NCV * u_NCV).sum(-1) / x.beta_NC1[..., 0]
+            dq, dk, dg, dbeta = _grads(x, mix_NRC, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
+            dbeta += (dr_NCV * x.v_NCV).sum(-1)
             dv = dr_NCV.mul_(x.beta_NC1)
         grads = [
             _unpack(grad, like.shape[2], like.dtype, chunks)
@@ -252,7 +250,7 @@ class _DeltaChunk(torch.autograd.Function):
         return *grads, chunks.unsort(dfirst_EKV.view(dlast_BSKV.shape)), None
 
 
-def _grad_qkg(
+def _grads(
     x: _Chunked,
     mix_NRC: Tensor,
     start_NKV: Tensor,
@@ -260,18 +258,19 @@ def _grad_qkg(
     do_NRV: Tensor,
     dr_NCV: Tensor,
     dend_NKV: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_NRK, dk_NCK, dg_NC from M, S, U and the gradients of O, R and S'. Overwrites M."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq_NRK, dk_NCK, dg_NC, dbeta_NC but for what reaches beta by V. Overwrites M."""
     work, C = x.k_NCK.dtype, x.k_NCK.shape[1]
 
-    # Through the states: entering (rows t of D from the chunk's start) and leaving.
+    # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
     dq_NRK = x.read_(_mm(do_NRV, start_NKV.mT))
-    dk_NCK = x.erase_start_(_mm(dr_NCV, start_NKV.mT))
-    enter_NC = (x.k_NCK * dk_NCK).sum(-1) + (x.q_NRK * dq_NRK).sum(-1).unflatten(1, (-1, C)).sum(1)
-    dk_leave_NCK = _mm(u_NCV, dend_NKV.mT).mul_(x.leave_NC1)
-    leave_NC = (x.k_NCK * dk_leave_NCK).sum(-1)
+    enter_NC = (x.q_NRK * dq_NRK).sum(-1).unflatten(1, (-1, C)).sum(1)
+    dk_erase_NCK = _mm(dr_NCV, start_NKV.mT).mul_(-x.enter_NC1)
+    dbeta_NC = (x.k_NCK * dk_erase_NCK).sum(-1)
+    dk_NCK = _mm(u_NCV, dend_NKV.mT).mul_(x.leave_NC1)
+    leave_NC = (x.k_NCK * dk_NCK).sum(-1)
     keep_N = (start_NKV * dend_NKV).flatten(1).sum(-1, dtype=enter_NC.dtype) * x.enter_NC1[:, -1, 0]
-    dk_NCK += dk_leave_NCK
+    dk_NCK.addcmul_(dk_erase_NCK, x.beta_NC1)
 
     # Between tokens t >= s of the chunk. The gradient of b_t - b_s is that of D_ts times D_ts, so db is row sums
     # minus column sums. (q dq - k dk is the same sum, but in bf16 what should cancel there has been rounded apart.)
@@ -280,15 +279,18 @@ def _grad_qkg(
     dqk_NRC = x.mix_(dqk_NRC).to(work)
     dkk_NCC = x.erase_(_mm(dr_NCV, u_NCV.mT))
     erased_NCC = _mm(x.k_NCK, x.k_NCK.mT).mul_(dkk_NCC)
+    dbeta_NC += erased_NCC.sum(-1)
+    dkk_NCC = dkk_NCC.mul_(x.beta_NC1)
     dq_NRK = _add_mm(dq_NRK, dqk_NRC, x.k_NCK)
     dk_NCK = _add_mm(dk_NCK, dqk_NRC.mT, x.q_NRK)
     dk_NCK = _add_mm(dk_NCK, (dkk_NCC + dkk_NCC.mT).to(work), x.k_NCK)
 
     # g_t moves b of every token from t on, and what leaves the chunk from all before.
-    rows_NC = enter_NC + pairs_NRC.sum(-1).unflatten(1, (-1, C)).sum(1) + erased_NCC.sum(-1)
-    columns_NC = leave_NC + pairs_NRC.sum(1) + erased_NCC.sum(1)
+    beta_NC = x.beta_NC1[..., 0]
+    rows_NC = enter_NC + pairs_NRC.sum(-1).unflatten(1, (-1, C)).sum(1) + beta_NC * dbeta_NC
+    columns_NC = leave_NC + pairs_NRC.sum(1) + (beta_NC[:, None] @ erased_NCC)[:, 0]
     db_NC = (rows_NC - columns_NC).flip(-1).cumsum(-1).flip(-1)
-    return dq_NRK, dk_NCK, db_NC + (leave_NC.sum(-1) + keep_N)[:, None]
+    return dq_NRK, dk_NCK, db_NC + (leave_NC.sum(-1) + keep_N)[:, None], dbeta_NC
 
 
 def _pack(x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks) -> Tensor:

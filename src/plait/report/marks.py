@@ -73,7 +73,7 @@ def training_axes(runs: Sequence[Run], domain: tuple[float, float], title: str, 
             "value:Q",
             title=title,
             scale=alt.Scale(domain=list(domain), nice=False),
-            axis=alt.Axis(format="%" if percent else "~g", tickCount=5),
+            axis=alt.Axis(format="%" if percent else ".4~g", tickCount=5),
         ),
     )
 
