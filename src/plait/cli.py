@@ -220,6 +220,7 @@ def bench(arguments: Sequence[str]) -> None:
     parser.add_argument("what", type=str, help="mixers")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--lengths", type=_several(int), help="tokens T (default: those of the project's own bars)")
+    parser.add_argument("--cases", type=_several(str), help="of gdn, gdn-start, window (default: all)")
     parser.add_argument("--repeats", type=int, default=9, help="measurements each median is of")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
@@ -228,7 +229,7 @@ def bench(arguments: Sequence[str]) -> None:
 
     from plait.bench.mixers import bench_mixers, print_rows
 
-    rows = bench_mixers(device=_device(args.device), lengths=args.lengths, repeats=args.repeats)
+    rows = bench_mixers(device=_device(args.device), cases=args.cases, lengths=args.lengths, repeats=args.repeats)
     print(json.dumps(rows, indent=1)) if args.json else print_rows(rows)
 
 

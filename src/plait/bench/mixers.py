@@ -7,6 +7,7 @@ and length come from one run and carry `ratio`: the competitor's figure over pla
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +22,18 @@ Row = dict[str, Any]
 def bench_mixers(
     *,
     device: str = "cpu",
-    cases: Sequence[str] = ("gdn", "gdn-start"),
+    cases: Sequence[str] | None = None,
     lengths: Sequence[int] | None = None,
     repeats: int = 9,
 ) -> list[Row]:
     """Run cases and return their rows: case, competitor, device, shape, pass, median_ms or seconds, memory, ratio.
 
-    lengths: tokens a row, instead of each case's own. A competitor that cannot run has a row whose `note` says why.
+    cases: names in CASES; None: all. lengths: tokens a row, instead of each case's own. A competitor that cannot run
+    has a row whose `note` says why.
     """
     import torch
 
+    cases = cases or tuple(CASES)
     unknown = [name for name in cases if name not in CASES]
     if unknown:
         raise ValueError(f"cases: {unknown[0]!r} is unknown; choose from {', '.join(CASES)}")
@@ -81,26 +84,37 @@ def gdn(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> li
 
 
 def gdn_start(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> list[Row]:
-    """Seconds from the start of a fresh process to the end of its first forward + backward, imports counted."""
+    """Seconds from the start of a fresh process to the end of its first forward + backward, imports counted: once with
+    empty compilation caches, then once with those that the first process left."""
     from plait.bench.timing import seconds_to_first_line
 
     length = min(lengths) if lengths else 4096
     competitors, absent = _gdn_competitors(device)
-    seconds = {}
+    shape = {"device": _device_name(device), "length": length}
+    rows: list[Row] = []
     for name in competitors:
         code = f"from plait.bench.mixers import gdn_first_step; gdn_first_step({name!r}, {str(device)!r}, {length})"
-        seconds[name] = seconds_to_first_line(code)
-    shape = {"device": _device_name(device), "length": length, "pass": "first step"}
-    rows = [
-        {"case": "gdn-start", "competitor": name, **shape, "seconds": value, "ratio": value / seconds["plait"]}
-        for name, value in seconds.items()
-    ]
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+            for kind in ("first step, empty caches", "first step, full caches"):
+                seconds = seconds_to_first_line(code, env=caches | {"FLA_CACHE_RESULTS": "1"})
+                rows.append({"case": "gdn-start", "competitor": name, **shape, "pass": kind, "seconds": seconds})
+    ours = {row["pass"]: row["seconds"] for row in rows if row["competitor"] == "plait"}
+    for row in rows:
+        row["ratio"] = row["seconds"] / ours[row["pass"]]
     return rows + [{"case": "gdn-start", "competitor": name, **shape, "note": why} for name, why in absent.items()]
+
+
+def _window(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> list[Row]:
+    from plait.bench.window import window
+
+    return window(device, lengths, repeats)
 
 
 CASES: dict[str, Callable[[torch.device, Sequence[int] | None, int], list[Row]]] = {
     "gdn": gdn,
     "gdn-start": gdn_start,
+    "window": _window,
 }
 
 
@@ -172,28 +186,43 @@ def _gdn_competitors(device: torch.device) -> tuple[dict[str, Callable], dict[st
     return ours | {"fla": fla}, {}
 
 
+COLUMNS = {
+    "length": "length",
+    "batch": "batch",
+    "pass": "pass",
+    "competitor": "competitor",
+    "median_ms": "ms",
+    "seconds": "seconds",
+    "us_per_token": "us/token",
+    "ratio": "x plait",
+    "peak_mb": "peak MB",
+    "saved_mb": "saved MB",
+    "note": "",
+}
+"""fields of a row that the table shows, and their headings"""
+
+
 def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
-    """One table a case, competitors side by side."""
+    """One table a case, competitors side by side; columns that a case does not fill are left out."""
     from rich.console import Console
     from rich.table import Table
 
-    console = console or Console()
+    console = console or Console(highlight=False)
     for case in dict.fromkeys(row["case"] for row in rows):
-        table = Table(title=case, title_justify="left")
-        for heading in ("length", "batch", "pass", "competitor", "time", "/ plait", "peak MB", "saved MB"):
-            table.add_column(heading, justify="left" if heading in ("pass", "competitor") else "right")
-        for row in (row for row in rows if row["case"] == case):
-            time = f"{row['seconds']:.1f} s" if "seconds" in row else f"{row.get('median_ms', float('nan')):.2f} ms"
-            table.add_row(
-                str(row["length"]),
-                str(row.get("batch", "")),
-                row.get("pass", ""),
-                row["competitor"],
-                row.get("note") or time,
-                f"{row['ratio']:.2f}" if "ratio" in row else "",
-                *(f"{row[key]:.0f}" if row.get(key) is not None else "" for key in ("peak_mb", "saved_mb")),
-            )
-        console.print(table)
+        own = [row for row in rows if row["case"] == case]
+        shown = [key for key in COLUMNS if any(row.get(key) is not None for row in own)]
+        device = own[0].get("device", "")
+        table = Table(title=f"{case}, {device}", title_justify="left", box=None, header_style="bold", pad_edge=False)
+        for key in shown:
+            words = key in ("pass", "competitor", "note")
+            table.add_column(COLUMNS[key], justify="left" if words else "right", no_wrap=not words)
+        for row in own:
+            table.add_row(*(_shown(row.get(key)) for key in shown))
+        console.print(table, "")
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _shape_fields(inputs: Sequence[Tensor]) -> Row:

@@ -74,9 +74,9 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     return sum(storages.values())
 
 
-def seconds_to_first_line(code: str, timeout: float = 900.0) -> float:
+def seconds_to_first_line(code: str, env: Mapping[str, str] | None = None, timeout: float = 900.0) -> float:
     """Seconds from the start of a fresh interpreter that runs the code to the first line it prints."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    env = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     start = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -117,10 +117,12 @@ def _banded(q_BTHE, k_BTGE, v_BTGE, window_size: int, block: int, sink_H) -> Ten
     step = max(1, MASK_ELEMENTS // (H // k.shape[2] * 2 * block))
     outs = []
     for start in range(0, block, step):
-        seen = slice(max(block + start - window_size + 1, 0), block + start + step)
+        first = max(block + start - window_size + 1, 0) // 8 * 8  # fast kernels want masks of whole eights
+        seen = slice(first, block + start + step)
         mask = _visible(places[:, block + start : block + start + step], places[:, seen], window_size)
         outs.append(_grouped_sdpa(q[:, start : start + step], k[:, seen], v[:, seen], mask, sink_H))
-    return torch.cat(outs, 1).unflatten(0, (B, -1)).flatten(1, 2)[:, : T - block]
+    o = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - block]
 
 
 def _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, mask_BTL, sink_H) -> Tensor:

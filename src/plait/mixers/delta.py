@@ -6,14 +6,14 @@ q and k come L2-normalized; g <= 0 is a log decay; beta lies in [0, 2). Query he
 queries share a state.
 
 Inside a chunk of C tokens that starts from the state S, let b = cumsum(g) and D_ts = exp(b_t - b_s) for s <= t, else
-0. The tokens write U = T R into the state, where R = beta V + K' S with K' = -beta exp(b) K, T = (I - L)^-1 and L is
-the strictly lower part of -beta D * K K^T. Then
+0. The tokens write U = T R into the state, where R = beta V + K' S with K' = -beta exp(b) K, T = (I + A)^-1 and A is
+the strictly lower part of beta D * K K^T. Then
 
     O  = Q' S + M U                Q' = exp(b) Q / sqrt(K),    M = D * Q K^T / sqrt(K)
     S' = P S + X^T beta V          P = exp(b_C) I + X^T K',    X = T^T (exp(b_C - b) K)
 
 so one product a chunk carries the state, and all else is batched over the chunks. P is a product of contractions, so
-the products of many do not grow. T comes by substitution: a Neumann series in L cancels catastrophically when keys
+the products of many do not grow. T comes by substitution: a Neumann series in A cancels catastrophically when keys
 repeat. Backwards the state's gradient goes the same way, dS = P^T dS' + Q'^T dO + K'^T T^T M^T dO.
 
 Shapes: B rows, T tokens a row, S states a row, H = S * G query heads, K key size, V value size, C chunk size,
@@ -138,6 +138,8 @@ class _Chunked(NamedTuple):
     k_NCK: Tensor
     v_NCV: Tensor
     beta_NC1: Tensor
+    rate_NC1: Tensor
+    """beta sqrt(K), to go with the 1/sqrt(K) in D"""
     decay_NCC: Tensor
     """D / sqrt(K): from token s to token t of the chunk"""
     enter_NC1: Tensor
@@ -155,6 +157,7 @@ class _Chunked(NamedTuple):
         wide = _wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
         work = torch.bfloat16 if _runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else wide
         S, scale = k_BTSK.shape[2], k_BTSK.shape[3] ** -0.5
+        beta_NC1 = _pack(beta_BTS, wide, S, chunks)[..., None]
         # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
         sum_NC = (_pack(g_BTS, torch.float64, S, chunks) * LOG2_E).cumsum(-1)
         steps_NCC = (sum_NC[:, :, None] + math.log2(scale) - sum_NC[:, None, :]).to(wide).tril_()
@@ -162,18 +165,14 @@ class _Chunked(NamedTuple):
             q_NRK=_pack(q_BTHK, work, S, chunks),
             k_NCK=_pack(k_BTSK, work, S, chunks),
             v_NCV=_pack(v_BTSV, work, S, chunks),
-            beta_NC1=_pack(beta_BTS, wide, S, chunks)[..., None],
+            beta_NC1=beta_NC1,
+            rate_NC1=beta_NC1 / scale,
             decay_NCC=_exp2_(steps_NCC).tril_(),
             enter_NC1=_exp2_(sum_NC[..., None].to(wide, copy=True)),
             leave_NC1=_exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(wide)),
             scale=scale,
             rows=[count * S for count in chunks.counts],
         )
-
-    def erase_(self, kk_NCC: Tensor) -> Tensor:
-        """K K^T becomes L / beta in place; likewise their gradients."""
-        kk_NCC.mul_(self.decay_NCC).mul_(-1 / self.scale).diagonal(dim1=1, dim2=2).zero_()
-        return kk_NCC
 
     def mix_(self, qk_NRC: Tensor) -> Tensor:
         """Q K^T becomes M in place; likewise their gradients."""
@@ -204,7 +203,7 @@ class _DeltaChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
-            inverse_NCC = _unit_inverse(x.erase_(_mm(x.k_NCK, x.k_NCK.mT)).mul_(x.beta_NC1))
+            inverse_NCC = _unit_inverse(_mm(x.k_NCK, x.k_NCK.mT).mul_(x.decay_NCC).mul_(x.rate_NC1))
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = x.beta_NC1 * x.v_NCV
             w_NKV = _mm(x_NCK.mT, r_NCV.to(work))
@@ -277,18 +276,18 @@ def _grads(
     dqk_NRC = _mm(do_NRV, u_NCV.mT)
     pairs_NRC = mix_NRC.mul_(dqk_NRC)
     dqk_NRC = x.mix_(dqk_NRC).to(work)
-    dkk_NCC = x.erase_(_mm(dr_NCV, u_NCV.mT))
+    dkk_NCC = _mm(dr_NCV, u_NCV.mT).mul_(x.decay_NCC)
+    dkk_NCC.diagonal(dim1=1, dim2=2).zero_()
     erased_NCC = _mm(x.k_NCK, x.k_NCK.mT).mul_(dkk_NCC)
-    dbeta_NC += erased_NCC.sum(-1)
-    dkk_NCC = dkk_NCC.mul_(x.beta_NC1)
+    dbeta_NC -= erased_NCC.sum(-1) / x.scale
+    dkk_NCC.mul_(-x.rate_NC1)  # dA = -dR U^T
     dq_NRK = _add_mm(dq_NRK, dqk_NRC, x.k_NCK)
     dk_NCK = _add_mm(dk_NCK, dqk_NRC.mT, x.q_NRK)
     dk_NCK = _add_mm(dk_NCK, (dkk_NCC + dkk_NCC.mT).to(work), x.k_NCK)
 
     # g_t moves b of every token from t on, and what leaves the chunk from all before.
-    beta_NC = x.beta_NC1[..., 0]
-    rows_NC = enter_NC + pairs_NRC.sum(-1).unflatten(1, (-1, C)).sum(1) + beta_NC * dbeta_NC
-    columns_NC = leave_NC + pairs_NRC.sum(1) + (beta_NC[:, None] @ erased_NCC)[:, 0]
+    rows_NC = enter_NC + pairs_NRC.sum(-1).unflatten(1, (-1, C)).sum(1) + x.beta_NC1[..., 0] * dbeta_NC
+    columns_NC = leave_NC + pairs_NRC.sum(1) - (x.rate_NC1.mT @ erased_NCC)[:, 0]
     db_NC = (rows_NC - columns_NC).flip(-1).cumsum(-1).flip(-1)
     return dq_NRK, dk_NCK, db_NC + (leave_NC.sum(-1) + keep_N)[:, None], dbeta_NC
 
@@ -326,15 +325,15 @@ def _add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return c.add_(_mm(a, b)) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
 
 
-def _unit_inverse(lower_NCC: Tensor) -> Tensor:
-    """(I - L)^-1 for strictly lower L, by substitution."""
-    eye_CC = torch.eye(lower_NCC.shape[-1], dtype=lower_NCC.dtype, device=lower_NCC.device)
-    return torch.linalg.solve_triangular(-lower_NCC, eye_CC.expand_as(lower_NCC), upper=False, unitriangular=True)
+def _unit_inverse(a_NCC: Tensor) -> Tensor:
+    """(I + A)^-1 by substitution, A being the strictly lower part of what is given."""
+    eye_CC = torch.eye(a_NCC.shape[-1], dtype=a_NCC.dtype, device=a_NCC.device)
+    return torch.linalg.solve_triangular(a_NCC, eye_CC.expand_as(a_NCC), upper=False, unitriangular=True)
 
 
 @torch.library.custom_op("plait::scan", mutates_args=())
 def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """S <- P S + W over the steps of a scan: the state before each chunk [N, K, V], the last of each sequence [E, K, V].
+    """S <- P S + W over the steps: the state before each chunk [N, K, V] and the last of each sequence [E, K, V].
 
     rows: how many states take part in each step, falling; they are the first ones. One opaque operator, so that a
     compiled graph does not grow with the length.
