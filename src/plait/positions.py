@@ -10,11 +10,11 @@ from torch import Tensor
 from plait.config import RopeScaling, Softmax
 
 
-def rope_frequencies(config: Softmax) -> tuple[Tensor, float]:
+def rope_frequencies(config: Softmax, device: torch.device | None = None) -> tuple[Tensor, float]:
     """Angles per position of each rotated pair, float64 [rotary_dim / 2], and the factor on cos and sin."""
     dim, theta, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
     assert theta is not None
-    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     if scaling is None:
         return frequency, 1.0
     factor = scaling.attention_factor or 1.0
@@ -46,16 +46,16 @@ def _yarn(frequency: Tensor, dim: int, theta: float, scaling: RopeScaling) -> Te
 
     low = max(math.floor(pair(scaling.beta_fast)), 0)
     high = min(math.ceil(pair(scaling.beta_slow)), dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    ramp = (torch.arange(dim // 2, dtype=torch.float64, device=frequency.device) - low) / max(high - low, 1e-3)
     interpolate = ramp.clamp(0, 1)
     return frequency * (1 - interpolate + interpolate / scaling.factor)
 
 
 def rope_tables(config: Softmax, position_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, 1, rotary_dim / 2] in at least fp32."""
-    frequency, factor = rope_frequencies(config)
+    frequency, factor = rope_frequencies(config, position_BT.device)
     dtype = torch.promote_types(dtype, torch.float32)
-    angle = position_BT[..., None, None].to(dtype) * frequency.to(position_BT.device, dtype)
+    angle = position_BT[..., None, None].to(dtype) * frequency.to(dtype)
     return angle.cos() * factor, angle.sin() * factor
 
 

@@ -95,8 +95,9 @@ def test_torch_is_not_imported(built, tmp_path):
         f"build_report([Path({str(built[0][0])!r})], Path({str(tmp_path / 'page.html')!r}));"
         "sys.exit(' '.join({'torch', 'transformers', 'pandas'} & set(sys.modules)) or 0)"
     )
-    source = str(Path(plait.__file__ or plait.__path__[0]).parents[1])
-    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source}, capture_output=True)
+    paths = [str(Path(plait.__file__ or plait.__path__[0]).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
     assert (run.returncode, run.stderr) == (0, b"")
 
 

@@ -1,0 +1,127 @@
+"""The same model on a GPU: equal to the CPU in float64, and its caches, padding and training hold there too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from plait import records
+from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.model.generate import generate, prefill
+from plait.model.lm import LM
+from plait.probes import layer_retrieval_scores
+from plait.spec import Spec
+from plait.train.config import TrainConfig
+from plait.train.loop import train
+
+pytestmark = pytest.mark.gpu
+
+LAYOUTS = (
+    "gdn nope",
+    "swa[window=5, sink=true] gdn[expand_v=2, num_kv_heads=2]",
+    "full[sink=true, qk_norm=head, output_gate=true] gdn[num_v_heads=8, conv_size=0]",
+    "nope[logn=loga, logn_base=500] swa[window=70]",
+)
+
+
+def build(layout: str, dtype: torch.dtype, device: str) -> LM:
+    spec = Spec.from_layout(layout, vocab_size=40, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=48)
+    return LM(dataclasses.replace(spec, init_std=0.3), dtype=dtype, device=device)
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.cpu().double() - b.cpu().double()).norm() / b.cpu().double().norm())
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 40, (3, 150), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_equal_to_the_cpu(layout, tokens):
+    cpu, gpu = build(layout, torch.float64, "cpu"), build(layout, torch.float64, "cuda")
+    whole = gpu(tokens.cuda())
+    assert error(whole, cpu(tokens)) < 1e-10
+    mask = torch.rand(3, 150, generator=torch.Generator().manual_seed(1)) > 0.3
+    assert error(gpu(tokens.cuda(), mask=mask.cuda()), cpu(tokens, mask=mask)) < 1e-10
+    offsets = torch.tensor([0, 20, 20, 93, 150])
+    assert error(gpu(tokens[:1].cuda(), cu_seqlens=offsets.cuda()), cpu(tokens[:1], cu_seqlens=offsets)) < 1e-10
+    for sizes in ([149, 1], [64, 1, 1, 84], [7] * 21 + [3]):
+        cache = gpu.new_cache(3, 150)
+        pieces = [gpu(piece.cuda(), cache=cache) for piece in tokens.split(sizes, 1)]
+        assert error(torch.cat(pieces, 1), whole) < 1e-10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_those_of_the_cpu(layout, tokens):
+    grads = []
+    for device in ("cpu", "cuda"):
+        model = build(layout, torch.float64, device)
+        model(tokens.to(device)).square().mean().backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, grad in grads[0].items():
+        assert error(grads[1][name], grad) < 1e-9, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_bf16_stays_near_fp32(layout, tokens):
+    wide = build(layout, torch.float32, "cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = wide(tokens.cuda())
+    assert torch.isfinite(logits).all()
+    assert error(logits, wide(tokens.cuda())) < 0.05
+
+
+@torch.no_grad()
+def test_left_padded_generation_equals_one_by_one(tokens):
+    model = build(LAYOUTS[0], torch.float64, "cuda")
+    mask = torch.ones(3, 150, dtype=torch.bool, device="cuda")
+    mask[0, :40] = mask[2, :99] = False
+    together = generate(model, tokens.cuda(), max_new_tokens=12, mask=mask, chunk=33)
+    for row in range(3):
+        alone = generate(model, tokens.cuda()[row : row + 1, mask[row]], max_new_tokens=12)
+        assert torch.equal(together[row : row + 1], alone)
+
+
+@torch.no_grad()
+def test_a_decode_step_can_be_captured_in_a_cuda_graph(tokens):
+    """Nothing in it waits for the host or depends on a Python number that changes."""
+    model = build("gdn swa[window=5, sink=true]", torch.float32, "cuda")
+    plain, static = model.new_cache(3, 64), model.new_cache(3, 64)
+    for cache in (plain, static):
+        prefill(model, tokens[:, :20].cuda(), cache)
+    token = tokens[:, 20:21].cuda().clone()
+    mixer_states = [state.map(torch.clone) for state in static.states]
+    model(token, cache=static)  # warms up
+    for state, saved in zip(static.states, mixer_states, strict=True):
+        for (_, buffer), (_, old) in zip(state.tensors(), saved.tensors(), strict=True):
+            buffer.copy_(old)
+    static.lengths_S.fill_(20)
+    graph = torch.cuda.CUDAGraph()
+    lengths = static.lengths
+    with torch.cuda.graph(graph):
+        logits = model(token, cache=static)
+    assert lengths is not None
+    for step in range(20, 30):
+        token.copy_(tokens[:, step : step + 1].cuda())
+        expected = model(token, cache=plain)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert error(logits, expected) < 1e-5, step
+
+
+def test_training_and_scores(tmp_path):
+    task = SpacedRetrieval(gaps=(4, 30), batch_size=8, eval_pairs=10)
+    spec = Spec.from_layout("gdn[expand_v=2] nope", vocab_size=12, d_model=64, num_layers=2, num_heads=2, d_ff=64)
+    config = TrainConfig(steps=30, warmup=5, freeze=("gdn:10-20",), checkpoint_every=10)
+    model = train(tmp_path / "x", spec, task, config, settings={}, device="cuda", progress=False)
+    losses = [row.values["loss"] for row in records.read(tmp_path / "x" / "records.jsonl") if row.name == "loss"]
+    assert losses[-1] < losses[0]
+    scores = layer_retrieval_scores(model, task, 30)
+    on_cpu = layer_retrieval_scores(model.cpu(), task, 30)
+    torch.testing.assert_close(scores, on_cpu, rtol=1e-2, atol=1e-3)
