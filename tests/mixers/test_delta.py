@@ -270,6 +270,7 @@ def test_compiled(ragged) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 128])
 def test_cuda(dtype, size) -> None:

@@ -159,7 +159,8 @@ def _gdn_competitors(device: torch.device) -> tuple[dict[str, Callable], dict[st
         return [x.detach().clone().requires_grad_() for x in inputs]
 
     def plait(inputs: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
-        seq = Seq.build(tuple(inputs[0].shape[:2]), inputs[0].device)
+        B, T = inputs[0].shape[:2]
+        seq = Seq.build((B, T), inputs[0].device)
         return (lambda *x: delta_chunk(*x, None, seq)[0]), leaves_of(inputs)
 
     def plait_compiled(inputs: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
@@ -172,7 +173,7 @@ def _gdn_competitors(device: torch.device) -> tuple[dict[str, Callable], dict[st
         return (lambda q, k, v, g, beta: torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]), leaves_of(inputs)
 
     def fla(inputs: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
-        from fla.ops.kda import chunk_kda
+        from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
         q, k, v, g, beta = inputs
         g_BTHK = g[..., None].expand_as(k)

@@ -81,6 +81,7 @@ def seconds_to_first_line(code: str, env: Mapping[str, str] | None = None, timeo
     with subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
+        assert process.stdout is not None
         try:
             line = process.stdout.readline()
             seconds = time.perf_counter() - start

@@ -26,7 +26,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -104,11 +103,11 @@ def delta_chunk(
     longest = max(seq.lengths, default=0)
     while chunk_size > 16 and chunk_size >= 2 * longest:
         chunk_size //= 2
+    wide = _wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
     if state_BSKV is None:
-        shape = (seq.num_sequences, k_BTSK.shape[2], k_BTSK.shape[3], v_BTSV.shape[3])
-        state_BSKV = v_BTSV.new_zeros(shape, dtype=_wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS))
+        state_BSKV = v_BTSV.new_zeros(seq.num_sequences, *k_BTSK.shape[2:], v_BTSV.shape[3], dtype=wide)
     if longest == 0:
-        return v_BTSV.new_zeros(*q_BTHK.shape[:3], v_BTSV.shape[3]), state_BSKV
+        return v_BTSV.new_zeros(*q_BTHK.shape[:3], v_BTSV.shape[3]), state_BSKV.to(wide)
     return _DeltaChunk.apply(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, seq.chunks(chunk_size))
 
 
@@ -182,13 +181,9 @@ class _Chunked(NamedTuple):
         """Q becomes Q' in place; likewise their gradients, and outputs."""
         return _mul_rows_(q_NRK, self.enter_NC1 * self.scale)
 
-    def erase_start_(self, k_NCK: Tensor) -> Tensor:
-        """K becomes K' in place; likewise their gradients."""
-        return k_NCK.mul_(self.enter_NC1 * -self.beta_NC1)
-
     def transfer(self, inverse_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K', X and P from T."""
-        old_NCK = self.erase_start_(self.k_NCK.clone())
+        old_NCK = self.k_NCK.clone().mul_(self.enter_NC1 * -self.beta_NC1)
         x_NCK = torch.bmm((inverse_NCC * self.leave_NC1).mT, self.k_NCK.to(inverse_NCC.dtype)).to(self.k_NCK.dtype)
         p_NKK = _mm(x_NCK.mT, old_NCK)
         p_NKK.diagonal(dim1=1, dim2=2).add_(self.enter_NC1[:, -1])
@@ -306,7 +301,7 @@ def _unpack(y: Tensor, num_heads: int, dtype: torch.dtype, chunks: Chunks) -> Te
 def _exp2_(x: Tensor) -> Tensor:
     """2^x in place, and 0 where products of two such numbers would leave the normal floating-point numbers: a CPU
     multiplies those some hundred times slower. (Its exp is as slow wherever the result is near zero; exp2 is not.)"""
-    return F.threshold_(x, 0.4 * math.log2(torch.finfo(x.dtype).tiny), -math.inf).exp2_()
+    return torch.threshold_(x, 0.4 * math.log2(torch.finfo(x.dtype).tiny), -math.inf).exp2_()
 
 
 def _mul_rows_(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D = d_model, H query heads, G KV heads, E head_dim, S 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -96,13 +97,13 @@ class SoftmaxAttention(Mixer):
     def heads(self, x_BTD: Tensor, state: KeyValues | None, seq: Seq) -> tuple[Tensor, KeyValues | None]:
         q, k, v = self._qkv(x_BTD, seq)
         if self.backend == "naive":
-            o = self._naive(q, k, v, state, seq)
+            o = self._each(q, k, v, state, seq, self._naive)
         elif state is None:
             o = attend(q, k, v, seq, window_size=self.config.window_size, sink=self.sink)
         elif seq.dense:
             o = self._cached(q, k, v, state, seq.position_BT, seq.max_past)
         else:
-            o = self._rows(q, k, v, state, seq, lambda *args: self._cached(*args, seq.max_past))
+            o = self._each(q, k, v, state, seq, lambda *row: self._cached(*row, seq.max_past))
         if self.gate is not None:
             o = o * torch.sigmoid(self.gate(x_BTD)).view_as(o)
         return o, state
@@ -131,6 +132,8 @@ class SoftmaxAttention(Mixer):
         window, T = self.config.window_size, q.shape[1]
         if window is None:
             state.write(k, v, position_BT)
+            if max_past == 0 and T > 1:
+                return attend(q, k, v, None, sink=self.sink)
             bound = state.size if T == 1 else max_past + T  # a single step must not depend on a changing number
             slots = torch.arange(bound, device=q.device)
             return attend_masked(
@@ -145,36 +148,28 @@ class SoftmaxAttention(Mixer):
         state.write(k, v, position_BT)
         return o
 
-    def _rows(self, q, k, v, state: KeyValues, seq: Seq, fn) -> Tensor:
-        """fn on every sequence of a ragged batch by itself."""
-        parts = zip(seq.split(q), seq.split(k), seq.split(v), seq.split(seq.position_BT), strict=True)
+    def _naive(self, q, k, v, state: KeyValues | None, position_1T: Tensor) -> Tensor:
+        """One sequence: every key and an explicit mask."""
+        positions = position_1T
+        if state is not None:
+            start = position_1T[:, :1]
+            if state.window_size is None:
+                past_k, past_v = state.k_SLGE[:, : int(start)], state.v_SLGE[:, : int(start)]
+                past_positions = torch.arange(int(start), device=q.device)[None]
+            else:
+                past_k, past_v, past_positions = state.history(start)
+            state.write(k, v, position_1T)
+            k, v = torch.cat((past_k.to(k), k), 1), torch.cat((past_v.to(v), v), 1)
+            positions = torch.cat((past_positions, positions), 1)
+        return attend_naive(q, k, v, position_1T, positions, self.config.window_size, self.sink)
+
+    @staticmethod
+    def _each(q, k, v, state: KeyValues | None, seq: Seq, fn: Callable[..., Tensor]) -> Tensor:
+        """fn on every sequence by itself."""
+        parts = zip(*(seq.split(x) for x in (q, k, v, seq.position_BT)), strict=True)
         outs = [
-            fn(q_1, k_1, v_1, state.row(s), pos_1) for s, (q_1, k_1, v_1, pos_1) in enumerate(parts) if q_1.shape[1]
-        ]
-        return torch.cat(outs, 1)
-
-    def _naive(self, q, k, v, state: KeyValues | None, seq: Seq) -> Tensor:
-        """Row by row, with every key and an explicit mask."""
-
-        def one(q_1, k_1, v_1, row: KeyValues | None, position_1T: Tensor) -> Tensor:
-            positions = position_1T
-            if row is not None:
-                start = position_1T[:, :1]
-                if row.window_size is None:
-                    past_k, past_v = row.k_SLGE[:, : int(start)], row.v_SLGE[:, : int(start)]
-                    past_positions = torch.arange(int(start), device=q.device)[None]
-                else:
-                    past_k, past_v, past_positions = row.history(start)
-                row.write(k_1, v_1, position_1T)
-                k_1, v_1 = torch.cat((past_k.to(k_1), k_1), 1), torch.cat((past_v.to(v_1), v_1), 1)
-                positions = torch.cat((past_positions, positions), 1)
-            return attend_naive(q_1, k_1, v_1, position_1T, positions, self.config.window_size, self.sink)
-
-        rows = [
-            one(q_1, k_1, v_1, None if state is None else state.row(s), pos_1)
-            for s, (q_1, k_1, v_1, pos_1) in enumerate(
-                zip(seq.split(q), seq.split(k), seq.split(v), seq.split(seq.position_BT), strict=True)
-            )
+            fn(q_1, k_1, v_1, None if state is None else state.row(s), position_1)
+            for s, (q_1, k_1, v_1, position_1) in enumerate(parts)
             if q_1.shape[1]
         ]
-        return torch.cat(rows, 0 if seq.dense else 1)
+        return torch.cat(outs, 0 if seq.dense else 1)
