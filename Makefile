@@ -10,7 +10,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## train three small hybrids that compete for retrieval, print a table, write a page (CPU, minutes)
-	$(BIN)/python recipes/demo.py
+	GOMP_SPINCOUNT=5000 $(BIN)/python recipes/demo.py
 
 test: $(STAMP) ## run the default tests (no slow, gpu or network ones) on two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

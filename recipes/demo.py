@@ -14,16 +14,16 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from plait.report import build_report
 from plait.runs import last_measurements, train_run
+from plait.terminal import console
 from plait.train.config import TrainConfig
 from plait.train.settings import DataOptions, ModelOptions, RunSettings
 
 RUNS = Path("runs/demo")
-STEPS, RELEASE = 200, 100
+STEPS, RELEASE = 160, 80
 GAPS = (16, 128)
 
 
@@ -40,9 +40,9 @@ def settings() -> dict[str, RunSettings]:
                 warmup=20,
                 freeze=freeze,
                 eval_every=20,
-                eval_rows=50,
+                eval_rows=40,
                 probe_every=20,
-                probe_pairs=50,
+                probe_pairs=40,
                 checkpoint_every=RELEASE,
             ),
             branch=branch,
@@ -64,8 +64,8 @@ def outcome(run: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    console = Console(highlight=False)
-    console.print(f"Three models of 4 layers (gdn nope gdn nope) learn to repeat 5 digits after {GAPS[1]} blanks.\n")
+    out = console()
+    out.print(f"Three models of 4 layers (gdn nope gdn nope) learn to repeat 5 digits after {GAPS[1]} blanks.\n")
     start = time.monotonic()
     results = {}
     for name, run in settings().items():
@@ -79,12 +79,12 @@ def main() -> int:
         winners[name] = max(("recurrent", "attention"), key=result.__getitem__)
         scores = (f"{result['recurrent']:.2f}", f"{result['attention']:.2f}", f"{result['accuracy']:.0%}")
         table.add_row(name, *scores, f"{winners[name]} layers")
-    console.print(table)
+    out.print(table)
     page = RUNS / "report.html"
     build_report([RUNS / name for name in results], page)
     held = winners["vanilla"] == "recurrent" and winners["frozen"] == "attention"
-    console.print(f"\nThe claim {'holds' if held else 'does not hold'} in this run ({time.monotonic() - start:.0f} s).")
-    console.print(f"The page: {page}")
+    out.print(f"\nThe claim {'holds' if held else 'does not hold'} in this run ({time.monotonic() - start:.0f} s).")
+    out.print(f"The page: {page}")
     return 0 if held else 1
 
 

@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "plait"
 RECIPES = ROOT / "recipes"
 
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("files", "progress"),
+    ("files", "terminal"),
     ("records",),
     ("fields",),
     ("config",),
@@ -43,7 +43,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
 
 NO_TORCH = (
     "files",
-    "progress",
+    "terminal",
     "records",
     "config",
     "layout",

@@ -258,8 +258,9 @@ def _device(name: str) -> str:
 
 def _show_rows(title: str, rows: Sequence[Any]) -> None:
     """Records as a small table: one column an axis, one a value."""
-    from rich.console import Console
     from rich.table import Table
+
+    from plait.terminal import console
 
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     axes = list(dict.fromkeys(axis for row in rows for axis in row.axes if axis != "task"))
@@ -269,7 +270,7 @@ def _show_rows(title: str, rows: Sequence[Any]) -> None:
     for row in rows:
         numbers = [f"{row.values[v]:.3f}" if row.values.get(v) is not None else "" for v in values]
         table.add_row(row.name, *(str(row.axes.get(axis, "")) for axis in axes), *numbers)
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def _help() -> str:
@@ -291,6 +292,8 @@ def _help() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0: done, 1: failed, 2: bad usage or bad input."""
+    # Threads that spin while they wait make a shared machine ten times slower; a short spin costs little alone.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())

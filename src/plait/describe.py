@@ -7,11 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from plait.cost import Cost, LayerCost, cost, full_attention_twin
 from plait.spec import Spec
+from plait.terminal import console
 
 
 def read_spec(text: str) -> Spec | None:
@@ -59,13 +59,11 @@ def describe_table(spec: Spec, context: int, dtype_bytes: int) -> None:
     table.add_row("", f"embedding{tied}", "", f"{embedding:,}", "", si(2 * spec.d_model * spec.vocab_size), "")
     table.add_row(*_total("total", own), style="bold")
     table.add_row(*_total("full attention", twin), style="dim")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140
-    console.print(f"[bold]{layout_text(spec).replace('[', chr(92) + '[')}[/bold]")
-    console.print(f"{spec.num_layers} layers, d_model {spec.d_model}, vocabulary {spec.vocab_size:,}\n")
-    console.print(table)
-    console.print(
+    out = console()
+    out.print(f"[bold]{layout_text(spec).replace('[', chr(92) + '[')}[/bold]")
+    out.print(f"{spec.num_layers} layers, d_model {spec.d_model}, vocabulary {spec.vocab_size:,}\n")
+    out.print(table)
+    out.print(
         f"\nAt {context:,} tokens: {own.flops_per_token / twin.flops_per_token:.2f}x the FLOPs"
         f" and {own.state_bytes / twin.state_bytes:.3f}x the state of full attention."
     )

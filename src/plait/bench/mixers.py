@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
     from torch import Tensor
 
 Row = dict[str, Any]
@@ -108,7 +107,7 @@ def gdn_start(device: torch.device, lengths: Sequence[int] | None, repeats: int)
 def _window(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> list[Row]:
     from plait.bench.window import window
 
-    return window(device, lengths, repeats)
+    return [{"device": _device_name(device), **row} for row in window(device, lengths, repeats)]
 
 
 CASES: dict[str, Callable[[torch.device, Sequence[int] | None, int], list[Row]]] = {
@@ -183,7 +182,7 @@ def _gdn_competitors(device: torch.device) -> tuple[dict[str, Callable], dict[st
         return {"plait": plait, "transformers": transformers}, {}
     ours = {"plait": plait, "plait compiled": plait_compiled}
     if importlib.util.find_spec("fla") is None:
-        return ours, {"fla": "flash-linear-attention is not installed: pip install flash-linear-attention"}
+        return ours, {"fla": "not installed: pip install flash-linear-attention"}
     return ours | {"fla": fla}, {}
 
 
@@ -203,12 +202,12 @@ COLUMNS = {
 """fields of a row that the table shows, and their headings"""
 
 
-def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
+def print_rows(rows: Sequence[Row]) -> None:
     """One table a case, competitors side by side; columns that a case does not fill are left out."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = console or Console(highlight=False)
+    from plait.terminal import console
+
     for case in dict.fromkeys(row["case"] for row in rows):
         own = [row for row in rows if row["case"] == case]
         shown = [key for key in COLUMNS if any(row.get(key) is not None for row in own)]
@@ -216,10 +215,10 @@ def print_rows(rows: Sequence[Row], console: Console | None = None) -> None:
         table = Table(title=f"{case}, {device}", title_justify="left", box=None, header_style="bold", pad_edge=False)
         for key in shown:
             words = key in ("pass", "competitor", "note")
-            table.add_column(COLUMNS[key], justify="left" if words else "right", no_wrap=not words)
+            table.add_column(COLUMNS[key], justify="left" if words else "right", no_wrap=True)
         for row in own:
             table.add_row(*(_shown(row.get(key)) for key in shown))
-        console.print(table, "")
+        console().print(table, "")
 
 
 def _shown(value: Any) -> str:

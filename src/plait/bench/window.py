@@ -33,7 +33,7 @@ def window(device: torch.device, lengths: Sequence[int] | None, repeats: int) ->
         def full(leaves=leaves, seq=seq) -> torch.Tensor:
             return attend(*leaves, seq)
 
-        forwards = {f"plait, window {WINDOW} and sink": windowed, "plait, full": full}
+        forwards = {f"window {WINDOW}, sink": windowed, "full": full}
 
         def both(forward, leaves=leaves, do=do) -> None:
             torch.autograd.grad(forward(), leaves, do)

@@ -22,8 +22,8 @@ from plait.config import family
 from plait.data.spaced_retrieval import SpacedRetrieval, rows
 from plait.model.lm import LM
 from plait.probes.points import capture, patch
-from plait.progress import progress_bar
 from plait.records import Record
+from plait.terminal import progress_bar
 
 
 @torch.no_grad()

@@ -24,10 +24,10 @@ from plait.data import IGNORE, Group, Task
 from plait.files import write_json
 from plait.model.io import load
 from plait.model.lm import LM
-from plait.progress import progress_bar
 from plait.records import Record
 from plait.scoring import score_tokens
 from plait.spec import Spec
+from plait.terminal import progress_bar
 from plait.train.checkpoint import Checkpoint, check_settings, checkpoints, claim, load_optimizer, save_checkpoint
 from plait.train.config import TrainConfig
 

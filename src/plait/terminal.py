@@ -1,4 +1,4 @@
-"""Progress bars with an ETA, on standard error."""
+"""What commands show: tables on standard output, progress with an ETA on standard error. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+WIDTH = 140
+
+
+def console() -> Console:
+    """Standard output, wide where it is no terminal, so that tables in files and pipes are whole."""
+    out = Console(highlight=False)
+    if not out.is_terminal:
+        out.width = WIDTH
+    return out
 
 
 @contextlib.contextmanager
