@@ -71,7 +71,8 @@ def main() -> int:
     for name, run in settings().items():
         train_run(RUNS / name, run)
         results[name] = outcome(RUNS / name)
-    table = Table(title="Layer retrieval score (logits), mean of each kind's layers", title_justify="left", box=None)
+    out.print("\nLayer retrieval score (logits), mean of each kind's layers")
+    table = Table(box=None, pad_edge=False)
     for column in ("run", "recurrent", "attention", "accuracy", "retrieval is done by"):
         table.add_column(column, justify="left" if column in ("run", "retrieval is done by") else "right")
     winners = {}

@@ -262,7 +262,7 @@ def _show_rows(title: str, rows: Sequence[Any]) -> None:
 
     from plait.terminal import console
 
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
     axes = list(dict.fromkeys(axis for row in rows for axis in row.axes if axis != "task"))
     values = list(dict.fromkeys(value for row in rows for value in row.values))
     for name in ["measured", *axes, *values]:
@@ -270,7 +270,7 @@ def _show_rows(title: str, rows: Sequence[Any]) -> None:
     for row in rows:
         numbers = [f"{row.values[v]:.3f}" if row.values.get(v) is not None else "" for v in values]
         table.add_row(row.name, *(str(row.axes.get(axis, "")) for axis in axes), *numbers)
-    console().print(table)
+    console().print(title, table, sep="\n")
 
 
 def _help() -> str:

@@ -70,8 +70,23 @@ class RopeScaling:
             check((self.original_length or 0) >= 1, "original_length", f"the length trained on: {self.kind} needs it")
 
 
+class _Leaf:
+    """The heads that come out of a mixer, where it does not say otherwise."""
+
+    num_heads: int
+    head_dim: int
+
+    @property
+    def value_dim(self) -> int:
+        return round(self.head_dim * getattr(self, "expand_v", 1))
+
+    @property
+    def num_out_heads(self) -> int:
+        return self.num_heads
+
+
 @dataclass(frozen=True, kw_only=True)
-class Softmax:
+class Softmax(_Leaf):
     """Softmax attention: full, nope and swa of a layout are three settings of it."""
 
     kind: ClassVar[str] = "softmax"
@@ -117,17 +132,9 @@ class Softmax:
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.rope_fraction) if self.rope_theta is not None else 0
 
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def num_out_heads(self) -> int:
-        return self.num_heads
-
 
 @dataclass(frozen=True, kw_only=True)
-class Gdn:
+class Gdn(_Leaf):
     """Gated DeltaNet. Each of num_v_heads states is read by one or more query heads.
 
     Grouped: num_heads a multiple of num_kv_heads = num_v_heads (000: 6 query heads read 2 states).
@@ -164,16 +171,12 @@ class Gdn:
         _check_expands(self, "expand_v")
 
     @property
-    def value_dim(self) -> int:
-        return round(self.head_dim * self.expand_v)
-
-    @property
     def num_out_heads(self) -> int:
         return max(self.num_heads, self.num_v_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gla:
+class Gla(_Leaf):
     """Gated linear attention: a decay per key channel from a low-rank projection."""
 
     kind: ClassVar[str] = "gla"
@@ -197,17 +200,9 @@ class Gla:
     def key_dim(self) -> int:
         return round(self.head_dim * self.expand_k)
 
-    @property
-    def value_dim(self) -> int:
-        return round(self.head_dim * self.expand_v)
-
-    @property
-    def num_out_heads(self) -> int:
-        return self.num_heads
-
 
 @dataclass(frozen=True, kw_only=True)
-class Kda:
+class Kda(_Leaf):
     """Kimi Delta Attention: the gated delta rule with a decay per key channel, applied before the delta step."""
 
     kind: ClassVar[str] = "kda"
@@ -227,17 +222,9 @@ class Kda:
         check_choice(self, "dt_init")
         _check_expands(self, "expand_v")
 
-    @property
-    def value_dim(self) -> int:
-        return round(self.head_dim * self.expand_v)
-
-    @property
-    def num_out_heads(self) -> int:
-        return self.num_heads
-
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2:
+class Mamba2(_Leaf):
     """Mamba-2 (SSD): a scalar decay per head, keys and queries (B, C) shared by the heads of a group."""
 
     kind: ClassVar[str] = "mamba2"
@@ -255,17 +242,9 @@ class Mamba2:
         check_divides(self, "num_groups", "num_heads")
         _check_conv(self)
 
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def num_out_heads(self) -> int:
-        return self.num_heads
-
 
 @dataclass(frozen=True, kw_only=True)
-class Lightning:
+class Lightning(_Leaf):
     """Lightning attention: a fixed decay exp(-slope) per head."""
 
     kind: ClassVar[str] = "lightning"
@@ -286,14 +265,6 @@ class Lightning:
         check(self, self.gate_rank >= 0, "gate_rank", "0 (no gate) or above")
         check(self, len(self.slopes) == self.num_heads, "slopes", f"one number for each of {self.num_heads} heads")
         check(self, all(0 <= slope < math.inf for slope in self.slopes), "slopes", "numbers of 0 or above")
-
-    @property
-    def value_dim(self) -> int:
-        return self.head_dim
-
-    @property
-    def num_out_heads(self) -> int:
-        return self.num_heads
 
 
 Leaf = Softmax | Gdn | Gla | Kda | Mamba2 | Lightning

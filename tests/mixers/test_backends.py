@@ -202,7 +202,7 @@ def test_bf16(config: Mixer, T: int, seed: int):
     """Against float64 with the same rounded weights and inputs: whole, in pieces, and gradients.
 
     A mixer rounds between its projections, norms and gates whatever the backend. Where the naive backend alone is
-    past the tolerance (a single head, large logits), the torch backend may be as far, but no further.
+    past the tolerance (a single head, large logits), the torch backend may be about as far, but no further.
     """
     d_model = 48
     mixer, naive = (make_mixer(config, d_model, seed=seed, dtype=torch.bfloat16, backend=b) for b in ("torch", "naive"))
@@ -216,7 +216,7 @@ def test_bf16(config: Mixer, T: int, seed: int):
         return float((value.double() - want[name]).norm()) / max(float(want[name].norm()), floor)
 
     for name in want:
-        tolerance = max(1e-2 if name == "output" else 2e-2, 1.2 * off(rounded[name], name))
+        tolerance = max(1e-2 if name == "output" else 2e-2, 1.5 * off(rounded[name], name))
         assert off(got[name], name) <= tolerance, name
     with torch.no_grad():
         state = mixer.new_state(2, T, dtype=torch.bfloat16, device=x.device)
@@ -225,4 +225,4 @@ def test_bf16(config: Mixer, T: int, seed: int):
         for start, end in zip(cuts, cuts[1:], strict=False):
             seq = Seq.build((2, end - start), x.device, past=torch.full((2,), start), max_past=start)
             pieces.append(mixer(x[:, start:end], state, seq)[0])
-    assert off(torch.cat(pieces, 1), "output") <= max(1e-2, 1.2 * off(rounded["output"], "output"))
+    assert off(torch.cat(pieces, 1), "output") <= max(1e-2, 1.5 * off(rounded["output"], "output"))

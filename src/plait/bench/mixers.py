@@ -212,13 +212,13 @@ def print_rows(rows: Sequence[Row]) -> None:
         own = [row for row in rows if row["case"] == case]
         shown = [key for key in COLUMNS if any(row.get(key) is not None for row in own)]
         device = own[0].get("device", "")
-        table = Table(title=f"{case}, {device}", title_justify="left", box=None, header_style="bold", pad_edge=False)
+        table = Table(box=None, header_style="bold", pad_edge=False)
         for key in shown:
             words = key in ("pass", "competitor", "note")
             table.add_column(COLUMNS[key], justify="left" if words else "right", no_wrap=True)
         for row in own:
             table.add_row(*(_shown(row.get(key)) for key in shown))
-        console().print(table, "")
+        console().print(f"{case}, {device}", table, "", sep="\n")
 
 
 def _shown(value: Any) -> str:
