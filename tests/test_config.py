@@ -38,6 +38,8 @@ GDN = {"num_heads": 4, "num_kv_heads": 4, "num_v_heads": 4, "head_dim": 16}
 SIMPLE = {"num_heads": 4, "head_dim": 16}
 LIGHTNING = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "slopes": (0.5, 0.25)}
 INF, NAN = math.inf, math.nan
+YARN = {"kind": "yarn", "factor": 2.0, "original_length": 64}
+LLAMA3 = {**YARN, "kind": "llama3"}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,11 @@ INF, NAN = math.inf, math.nan
         (RopeScaling, {"kind": "linear", "factor": 2.0}, "kind", "ntk", "one of linear, yarn, llama3"),
         (RopeScaling, {"kind": "linear"}, "factor", 0.5, "at least 1"),
         (RopeScaling, {"kind": "linear"}, "factor", NAN, "at least 1"),
+        (RopeScaling, {"kind": "linear", "factor": 2.0}, "attention_factor", 0.0, "above 0, or none"),
+        (RopeScaling, YARN, "beta_fast", 1.0, "above beta_slow = 1.0"),
+        (RopeScaling, YARN, "beta_slow", 0.0, "above 0"),
+        (RopeScaling, LLAMA3, "high_freq_factor", 1.0, "above low_freq_factor = 1.0"),
+        (RopeScaling, LLAMA3, "low_freq_factor", NAN, "above 0"),
         (RopeScaling, {"kind": "yarn", "factor": 2.0}, "original_length", None, "the length trained on: yarn needs it"),
         (RopeScaling, {"kind": "llama3", "factor": 2.0}, "original_length", -5, "the length trained on: llama3"),
     ],

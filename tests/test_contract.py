@@ -18,7 +18,7 @@ EXAMPLES = int(os.environ.get("PLAIT_CONTRACT_EXAMPLES", "3000"))
 """of the thorough run"""
 
 
-@examples(120)
+@examples(250)
 @given(cases())
 def test_contract(case: Case):
     check(case)

@@ -68,6 +68,13 @@ class RopeScaling:
         check(1 <= self.factor < math.inf, "factor", "at least 1")
         if self.kind != "linear":
             check((self.original_length or 0) >= 1, "original_length", f"the length trained on: {self.kind} needs it")
+        slow, low = self.beta_slow, self.low_freq_factor
+        check(0 < slow < math.inf, "beta_slow", "above 0")
+        check(slow < self.beta_fast < math.inf, "beta_fast", f"above beta_slow = {slow}")
+        check(0 < low < math.inf, "low_freq_factor", "above 0")
+        check(low < self.high_freq_factor < math.inf, "high_freq_factor", f"above low_freq_factor = {low}")
+        factor = self.attention_factor
+        check(factor is None or 0 < factor < math.inf, "attention_factor", "above 0, or none")
 
 
 class _Leaf:
