@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plait.model.generate import generate
     from plait.model.io import load, save
     from plait.model.lm import LM
+    from plait.presets import preset
     from plait.probes import capture, patch
     from plait.spec import Spec
 
@@ -28,11 +29,12 @@ _HOMES = {
     "load": "plait.model.io",
     "parse_layout": "plait.layout",
     "patch": "plait.probes",
+    "preset": "plait.presets",
     "save": "plait.model.io",
 }
 _MODULES = ("cost", "records")
 
-__all__ = ["LM", "Spec", "capture", "cost", "generate", "load", "parse_layout", "patch", "records", "save"]
+__all__ = ["LM", "Spec", "capture", "cost", "generate", "load", "parse_layout", "patch", "preset", "records", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,8 @@ class Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         words = " ".join(str(message).split())
         words = re.sub(r"^Parser key \"?(\S+?)\"?: ", lambda m: f"--{m[1].replace('_', '-')}: ", words)
+        several = r"Does not validate against any of the Union.*?Expected an? <class '(\w+)'>.*Given value: (.*)"
+        words = re.sub(several, r"it must be \1; got \2", words)  # a number, or nothing
         words = re.sub(r"Expected an? <class '(\w+)'>\.", r"it must be \1;", words)
         words = re.sub(r"Expected a typing\.Literal\[(.*?)\]\.", r"it must be one of \1;", words)
         words = words.replace("Got value:", "got").rstrip(".")
@@ -54,16 +56,18 @@ def _parser(command: str, about: str, example: str, needed: str = "") -> Parser:
     )
 
 
-def _add_options(parser: Parser, cls: type, **defaults: Any) -> None:
-    """A flag for every field of an options class; help comes from its docstring."""
+def _add_options(parser: Parser, cls: type, skip: Sequence[str] = (), **shown: Any) -> None:
+    """A flag for every field of an options class; help comes from its docstring. `shown` are defaults to tell where
+    the flag itself, not given, stays None."""
     about = dict(re.findall(r"^\s+(\w+): (.+)$", (cls.__doc__ or "").split("Args:")[-1], re.MULTILINE))
     hints = get_type_hints(cls)
     for f in dataclasses.fields(cls):
-        default = defaults.get(f.name, f.default)
-        if default is dataclasses.MISSING:
+        if f.name in skip:
             continue
         kind: Any = hints[f.name]
-        options: dict[str, Any] = {"help": about.get(f.name), "default": default}
+        options: dict[str, Any] = {"help": about.get(f.name), "default": f.default}
+        if f.name in shown:
+            options["help"] += f" (default: {shown[f.name]})"
         if "tuple[" in str(kind):
             options |= {"type": _several(str if "str" in str(kind) else int if "int" in str(kind) else float)}
         elif "Path" in str(kind):
@@ -104,23 +108,37 @@ def describe(arguments: Sequence[str]) -> None:
         "describe",
         "Parameters, FLOPs per token and cache bytes of a layout, layer by layer, beside full attention.",
         "plait describe '3*gdn nope' --d-model 1024 --num-layers 24 --num-heads 8 --context 131072",
-        "LAYOUT",
+        "(LAYOUT | --preset NAME)",
     )
     parser.add_argument(
-        "layout", type=str, metavar="LAYOUT", help="layout string, a spec.json, or a directory that holds one"
+        "layout",
+        type=str,
+        nargs="?",
+        metavar="LAYOUT",
+        help="layout string, a spec.json, or a directory that holds one",
     )
-    _add_options(parser, ModelOptions, d_model=512, num_layers=8, num_heads=8)
-    parser.add_argument("--vocab-size", type=int, default=32_000, help="entries of the vocabulary")
+    parser.add_argument("--preset", type=str, help="a published model by name instead, as 001/776M/GDN-NoPE-HH")
+    parser.add_argument("--list-presets", action="store_true", help="print the names of presets")
+    sizes: dict[str, Any] = {"d_model": 512, "num_layers": 8, "num_heads": 8}
+    _add_options(parser, ModelOptions, ("layout", "preset"), **ModelOptions.SIZES | sizes)
+    parser.add_argument("--vocab-size", type=int | None, help="entries of the vocabulary (default: 32000)")
     parser.add_argument("--context", type=int, default=32_768, help="tokens T of a sequence")
     parser.add_argument("--dtype-bytes", type=int, default=2, help="bytes of a cached number (recurrent states: 4)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
 
-    from plait.describe import describe_json, describe_table, read_spec
+    from plait.describe import describe_json, describe_table, presets_table, read_spec
+    from plait.presets import preset_names
 
-    spec = read_spec(args.layout)
-    if spec is None:
-        spec = ModelOptions(**_gather(ModelOptions, args)).spec(args.vocab_size)
+    if args.list_presets:
+        print(json.dumps(preset_names(), indent=1)) if args.json else presets_table()
+        return
+    given = {name: value for name, value in _gather(ModelOptions, args).items() if value is not None}
+    spec = read_spec(args.layout) if args.layout and args.preset is None else None
+    if spec is None and args.preset is None:
+        spec = ModelOptions(**sizes | given).spec(32_000 if args.vocab_size is None else args.vocab_size)
+    elif spec is None:
+        spec = ModelOptions(**given).spec(args.vocab_size)
     if args.json:
         print(json.dumps(describe_json(spec, args.context, args.dtype_bytes), indent=1))
     else:
@@ -133,13 +151,13 @@ def train(arguments: Sequence[str]) -> None:
         "train",
         "Train a hybrid in runs/NAME. The same command goes on where an interrupted run stopped.",
         "plait train --name first --layout 'gdn nope' --task spaced-retrieval --gaps 16,192 --steps 300",
-        "--name NAME --layout LAYOUT",
+        "--name NAME (--layout LAYOUT | --preset NAME)",
     )
     parser.add_argument("--config", action="config", help="config.json of a run, or any file of these options")
     parser.add_argument("--name", type=str, required=True, help="the run's name")
     parser.add_argument("--runs", type=str, default="runs", help="folder of runs")
-    parser.add_argument("--layout", type=str, required=True, help="what each layer does, as 'gdn nope'")
-    for options in (ModelOptions, DataOptions, TrainConfig):
+    _add_options(parser, ModelOptions, **ModelOptions.SIZES)
+    for options in (DataOptions, TrainConfig):
         _add_options(parser, options)
     parser.add_argument(
         "--branch", type=str | None, help="go on from RUN@STEP or a checkpoint: its optimizer, its data"

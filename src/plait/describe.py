@@ -7,9 +7,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich.padding import Padding
 from rich.table import Table
 
 from plait.cost import Cost, LayerCost, cost, full_attention_twin
+from plait.presets import FAMILIES
 from plait.spec import Spec
 from plait.terminal import console
 
@@ -67,6 +69,19 @@ def describe_table(spec: Spec, context: int, dtype_bytes: int) -> None:
         f"\nAt {context:,} tokens: {own.flops_per_token / twin.flops_per_token:.2f}x the FLOPs"
         f" and {own.state_bytes / twin.state_bytes:.3f}x the state of full attention."
     )
+
+
+def presets_table() -> None:
+    """Print the names of presets, a family at a time: its sizes, then its variants, each for every size."""
+    out = console()
+    for name, family in FAMILIES.items():
+        variants = [variant for variant in family.variants if variant]
+        words = [name, "SIZE" if variants else "MODEL", *(["VARIANT"] if variants else [])]
+        out.print(f"[bold]{'/'.join(words)}[/bold]  {family.about}")
+        for row in filter(None, (family.sizes, variants)):
+            out.print(Padding(" ".join(row), (0, 0, 0, 2), expand=False))
+        out.print()
+    out.print("001 and small also take other ratios, as 001/1B/GDN-NoPE-HH-7:1; a variant of small may be left out.")
 
 
 def _total(label: str, total: Cost) -> tuple[str, ...]:

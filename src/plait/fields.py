@@ -16,8 +16,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 def suggest(word: str, allowed: Iterable[str]) -> str:
     """'nearest: x; allowed: x, y, z', the tail of an error about an unknown word."""
     allowed = list(allowed)
-    close = difflib.get_close_matches(word.lower(), allowed, n=3, cutoff=0.5)
-    return (f"nearest: {', '.join(close)}; " if close else "") + f"allowed: {', '.join(allowed)}"
+    return nearest(word, allowed) + f"allowed: {', '.join(allowed)}"
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """'nearest: x; ', or nothing where no allowed word is near; upper and lower case are one."""
+    words = {each.lower(): each for each in allowed}
+    close = difflib.get_close_matches(word.lower(), words, n=3, cutoff=0.5)
+    return f"nearest: {', '.join(words[each] for each in close)}; " if close else ""
 
 
 def show(value: Any) -> str:

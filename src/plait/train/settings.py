@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from plait.config import from_json, suggest
 from plait.files import read_json
+from plait.presets import preset
 from plait.spec import Spec
 from plait.train.config import TrainConfig
 
@@ -20,10 +21,11 @@ TASKS = ("spaced-retrieval",)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The shape of a model.
+    """The shape of a model: a layout and sizes, or a preset, which has its own. Sizes not given become those of SIZES.
 
     Args:
         layout: what each layer does, as 'gdn nope' or '3*swa[window=128] full'
+        preset: a model by name instead, as small/8M/GDN-NoPE-LH, with the vocabulary of the data
         d_model: width of the residual stream
         num_layers: layers; the layout repeats until it fills them
         num_heads: query heads of every mixer that does not say otherwise
@@ -34,20 +36,48 @@ class ModelOptions:
         tie_embeddings: one matrix for embedding and head
     """
 
-    layout: str
-    d_model: int = 128
-    num_layers: int = 4
-    num_heads: int = 2
+    layout: str | None = None
+    preset: str | None = None
+    d_model: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
     d_ff: int | None = None
-    rope_theta: float = 10_000.0
-    tie_embeddings: bool = True
+    rope_theta: float | None = None
+    tie_embeddings: bool | None = None
 
-    def spec(self, vocab_size: int, context_length: int | None = None) -> Spec:
+    SIZES: ClassVar[dict[str, Any]] = {
+        "d_model": 128,
+        "num_layers": 4,
+        "num_heads": 2,
+        "rope_theta": 10_000.0,
+        "tie_embeddings": True,
+    }
+
+    def __post_init__(self):
+        given = [name for name, value in vars(self).items() if value is not None and name != "preset"]
+        if self.preset is not None and given:
+            raise ValueError(
+                f"preset = {self.preset}, {given[0]} = {getattr(self, given[0])}; a preset has its own layout and sizes"
+            )
+        if self.preset is None and self.layout is None:
+            raise ValueError("layout, preset: neither is given; give a layout, as 'gdn nope', or --preset NAME")
+        for name, value in self.SIZES.items() if self.preset is None else ():
+            if name not in given:
+                object.__setattr__(self, name, value)
+
+    def spec(self, vocab_size: int | None, context_length: int | None = None) -> Spec:
+        """vocab_size None: the one of the preset."""
+        if self.preset is not None:
+            spec = preset(self.preset)
+            size = spec.vocab_size if vocab_size is None else vocab_size
+            return dataclasses.replace(spec, vocab_size=size, context_length=context_length)
+        assert vocab_size is not None, "a layout has no vocabulary of its own"
         values = dataclasses.asdict(self)
+        del values["preset"]
         if self.d_ff is None:
-            values["d_ff"] = max(64, round(self.d_model * 8 / 3 / 64) * 64)
+            values["d_ff"] = max(64, round(values["d_model"] * 8 / 3 / 64) * 64)
         return Spec.from_layout(**values, vocab_size=vocab_size, context_length=context_length)
 
 
