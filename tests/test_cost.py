@@ -1,4 +1,4 @@
-"""Parameters against published counts; FLOPs and state bytes against counts by hand and by brute force."""
+"""Parameters, FLOPs and state bytes against counts by hand and by brute force; published counts: test_presets.py."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger import (
-    LADDER_003,
-    MAMBA2_PAPER,
-    RETRIEVAL_ATTENTION_MIXER,
-    RETRIEVAL_KDA_MIXERS,
-    RETRIEVAL_TOTAL,
-    SCALES_000,
-    TRANSFER_NON_EMBEDDING_M,
-    TRANSFER_TOTAL_M,
-    ladder_003,
-    layer_000,
-    model_000,
-    retrieval_003,
-    transfer_003,
-)
 from strategies import mixers, specs
 
 from plait import cost
@@ -37,49 +22,6 @@ def mixer_of(layout: str, **changes) -> Mixer:
 
 
 # Parameters.
-
-
-@pytest.mark.parametrize(
-    ("scale", "kind", "count"), [(name, kind, n) for name, s in SCALES_000.items() for kind, n in s.layer.items()]
-)
-def test_layers_of_000(scale, kind, count):
-    spec = layer_000(SCALES_000[scale], kind)
-    assert cost.layer_params(spec.layers[0], spec.d_model) - 2 * spec.d_model == count
-
-
-def test_mamba2_layers_of_000_are_near_the_printed_table():
-    difference = {name: MAMBA2_PAPER[name] - SCALES_000[name].layer["mamba2"] for name in MAMBA2_PAPER}
-    assert difference == {"S1": 528, "S2": 0, "S3": 640, "S4": 768}
-
-
-@pytest.mark.parametrize("scale", SCALES_000)
-def test_models_of_000(scale):
-    shape = SCALES_000[scale]
-    spec = model_000(shape)
-    assert round(cost.non_embedding_params(spec) / 1e6) == shape.non_embedding_M
-    assert round(cost.total_params(spec) / 1e6) == shape.total_M
-
-
-def test_spaced_retrieval_model_of_003():
-    spec = retrieval_003()
-    layers = cost.cost(spec, 128).layers
-    assert cost.total_params(spec) == RETRIEVAL_TOTAL
-    assert sum(layer.mixer_params for layer in layers if layer.family == "kda") == RETRIEVAL_KDA_MIXERS
-    assert [layer.mixer_params for layer in layers if layer.family == "nope"] == [RETRIEVAL_ATTENTION_MIXER] * 2
-
-
-@pytest.mark.parametrize("label", LADDER_003)
-def test_ladder_of_003(label):
-    spec = ladder_003(LADDER_003[label])
-    assert round(cost.total_params(spec) / 1e6) == LADDER_003[label].total_M
-    assert round(cost.non_embedding_params(spec) / 1e6) == LADDER_003[label].non_embedding_M
-
-
-@pytest.mark.parametrize("kind", TRANSFER_TOTAL_M)
-def test_transfer_models_of_003(kind):
-    spec = transfer_003(kind)
-    assert round(cost.total_params(spec) / 1e6) == TRANSFER_TOTAL_M[kind]
-    assert round(cost.non_embedding_params(spec) / 1e6) == TRANSFER_NON_EMBEDDING_M
 
 
 @pytest.mark.parametrize(
