@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 
 from plait import records
 from plait.cli import COMMANDS, main
+from plait.presets import preset, preset_names
+from plait.spec import Spec
 
 TINY = ["--layout", "gdn nope", "--d-model", "16", "--num-layers", "2", "--d-ff", "24", "--batch-size", "4"]
 SPACED = [*TINY, "--task", "spaced-retrieval", "--gaps", "2,9"]
@@ -50,6 +53,24 @@ def test_describe_json_and_spec_files(capsys, tmp_path):
         assert json.loads(capsys.readouterr().out) == first
 
 
+def test_describe_preset(capsys):
+    assert main(["describe", "--preset", "001/776m/gdn-nope-hh", "--context", "1000"]) == 0
+    assert capsys.readouterr().out.startswith("heads(3:gdn, 1:nope)\n12 layers, d_model 1536, vocabulary 128,256")
+    assert main(["describe", "--preset", "small/1M", "--vocab-size", "300", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert (described["layout"], described["spec"]["vocab_size"]) == ("full", 300)
+
+
+def test_list_presets(capsys):
+    assert main(["describe", "--list-presets", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == preset_names()
+    assert main(["describe", "--list-presets"]) == 0
+    words = capsys.readouterr().out.split()
+    for name in preset_names():
+        family, *rest = name.split("/", 1 if name.startswith("003") else 2)
+        assert {f"{family}/{'MODEL' if len(rest) == 1 and family != 'small' else 'SIZE/VARIANT'}", *rest} <= set(words)
+
+
 def test_train_probe_report_from_end_to_end(capsys, tmp_path):
     assert train(tmp_path, "--probe-every", "2", "--probe-pairs", "4") == 0
     assert "retrieval_score" in capsys.readouterr().out
@@ -87,6 +108,27 @@ def test_a_runs_config_repeats_it(tmp_path):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "x" / file).read_bytes()
 
 
+def test_train_a_preset_and_repeat_it_from_its_config(tmp_path):
+    (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    data = ["--data", str(tmp_path / "book.txt"), "--length", "16", "--batch-size", "2"]
+    assert train(tmp_path, "--preset", "small/1M/GDN-NoPE-LH", base=data) == 0
+    config = tmp_path / "x" / "config.json"
+    recorded = json.loads(config.read_text())
+    assert (recorded["preset"], recorded["layout"], recorded["d_model"]) == ("small/1M/GDN-NoPE-LH", None, None)
+    published = dataclasses.replace(preset("small/1M/GDN-NoPE-LH"), context_length=16)
+    assert Spec.load(tmp_path / "x" / "spec.json") == published
+    assert main(["train", "--config", str(config), "--runs", str(tmp_path), "--name", "again"]) == 0
+    for file in ("config.json", "checkpoints/step-00000003/model.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "x" / file).read_bytes()
+    assert main(["train", "--config", str(config), "--runs", str(tmp_path), "--name", "no", "--d-model", "128"]) == 2
+
+
+def test_a_presets_vocabulary_is_the_datas(tmp_path):
+    options = ["--preset", "small/1M", "--task", "spaced-retrieval", "--gaps", "2", "--batch-size", "2", "--steps", "1"]
+    assert main(["train", "--runs", str(tmp_path), "--name", "x", *options]) == 0
+    assert Spec.load(tmp_path / "x" / "spec.json").vocab_size == 12
+
+
 def test_branch(tmp_path):
     assert train(tmp_path, "--checkpoint-every", "1", "--freeze", "gdn:0-") == 0
     options = ["--checkpoint-every", "1", "--freeze", "gdn:0-2", "--branch", f"{tmp_path}/x@2"]
@@ -105,6 +147,17 @@ BAD = [
     (["describe", "gdn", "--context", "0"], "context = 0"),
     (["describe", "gdn", "--d-modl", "3"], "--d-modl"),
     (["describe", "no/such/spec.json"], "no such file"),
+    (["describe"], "layout, preset: neither is given"),
+    (["describe", "--d-model", "x"], "--d-model: it must be int; got x"),
+    (["describe", "--preset", "small/9M"], "unknown preset 'small/9M'; nearest: small/8M"),
+    (["describe", "gdn nope", "--preset", "small/8M"], "preset = small/8M, layout = gdn nope; a preset has its own"),
+    (
+        ["describe", "--preset", "small/8M", "--d-model", "512"],
+        "preset = small/8M, d_model = 512; a preset has its own",
+    ),
+    (["train", "--name", "x", "--data", "x"], "layout, preset: neither is given"),
+    (["train", "--name", "x", *SPACED, "--preset", "small/8M"], "preset = small/8M, layout = gdn nope"),
+    (["train", "--name", "x", "--preset", "smal/8M", "--task", "spaced-retrieval"], "nearest: small/8M"),
     (["train", "--layout", "gdn", "--task", "spaced-retrieval"], "name"),
     (["train", "--name", "x", "--layout", "gdn"], "neither is given"),
     (["train", "--name", "x", "--layout", "gdn", "--task", "spaced"], "nearest: spaced-retrieval"),
