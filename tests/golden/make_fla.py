@@ -133,10 +133,10 @@ def gdn_grouped(x, cu_seqlens):
 
 CASES = {
     "gla": (shapes(65, 2, 2, 16, 32, states=1, channels=True, beta=False), None),
-    "gla_packed": (shapes(50, 1, 1, 16, 16, states=3, channels=True, beta=False), [0, 21, 22, 50]),
+    "gla_packed": (shapes(44, 1, 1, 16, 16, states=3, channels=True, beta=False), [0, 17, 18, 44]),
     "gdn_grouped": (shapes(17, 6, 2, 46, 46, states=1, channels=False, beta=True), None),
-    "kda": (shapes(34, 2, 2, 16, 32, states=1, channels=True, beta=True), None),
-    "kda_packed": (shapes(31, 1, 1, 16, 32, states=3, channels=True, beta=True), [0, 17, 18, 31]),
+    "kda": (shapes(33, 2, 2, 16, 32, states=1, channels=True, beta=True), None),
+    "kda_packed": (shapes(28, 1, 1, 16, 32, states=3, channels=True, beta=True), [0, 15, 16, 28]),
 }
 
 

@@ -6,7 +6,8 @@
 
 CHECKOUT is a checkout of fla's repository whose tests fit the installed fla (0.6.0). It needs a CUDA device.
 PLAIT_BACKEND is what is tested: torch, fla, flex (attention only) or naive. With PLAIT_PEERS=FILE the table is also
-written to that file.
+written to that file. With PLAIT_CONFIGS=2 Triton tries the first two configurations of a kernel, not all of them: fla's
+tests have so many sizes that tuning each takes hours of compilation.
 
 While a test runs, the op under test is replaced, in the test's module, by an adapter to plait with the same arguments.
 What it is compared with stays: fla's naive code, or fla's own other kernel. Some tests call one op twice, once with a
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -325,6 +327,19 @@ def convolution(x, weight, bias=None, residual=None, activation=None, cu_seqlens
     return y if residual is None else y + residual, None
 
 
+def try_few(configs: int) -> None:
+    """Shorten the list of every autotuned kernel that is made from now on."""
+    from triton.runtime.autotuner import Autotuner
+
+    init = Autotuner.__init__
+
+    def short(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.configs = self.configs[:configs]
+
+    Autotuner.__init__ = short
+
+
 def refused(name: str) -> bool:
     """Whether fla refuses the backward of one of its ops here."""
     from plait.mixers.fla import needs_detour
@@ -367,8 +382,8 @@ def pytest_configure(config) -> None:
         raise pytest.UsageError("FLA_CI_ENV=1 loosens the tolerances of fla's tests; unset it")
     if BACKEND not in ("torch", "fla", "flex", "naive"):
         raise pytest.UsageError(f"PLAIT_BACKEND={BACKEND}; it must be torch, fla, flex or naive")
-    import sys
-
+    if os.environ.get("PLAIT_CONFIGS"):
+        try_few(int(os.environ["PLAIT_CONFIGS"]))
     import fla.modules
 
     try:
