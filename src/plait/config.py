@@ -78,10 +78,14 @@ class RopeScaling:
 
 
 class _Leaf:
-    """The heads that come out of a mixer, where it does not say otherwise."""
+    """The heads that come out of a mixer, and its positions, where it does not say otherwise."""
 
     num_heads: int
     head_dim: int
+    rope_theta: float | None
+    rope_fraction: float = 1.0
+    rope_interleaved: bool = False
+    rope_scaling: RopeScaling | None = None
 
     @property
     def value_dim(self) -> int:
@@ -90,6 +94,32 @@ class _Leaf:
     @property
     def num_out_heads(self) -> int:
         return self.num_heads
+
+    @property
+    def key_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.key_dim * self.rope_fraction) if self.rope_theta is not None else 0
+
+
+def _check_rope(config: Any) -> None:
+    """RoPE of a mixer without options of it: all channels of the keys rotate."""
+    check(config, config.rope_theta is None or 1 < config.rope_theta < math.inf, "rope_theta", "above 1, or none")
+    odd = config.rope_theta is not None and config.key_dim % 2
+    check(config, not odd, "rope_theta", f"none, as keys have an odd number of channels ({config.key_dim})")
+
+
+def _check_groups(config: Any) -> None:
+    """num_kv_heads divide num_heads, or kv_map says which query head reads which."""
+    if config.kv_map is None:
+        check_divides(config, "num_kv_heads", "num_heads")
+        return
+    check_positive(config, "num_kv_heads")
+    ok = len(config.kv_map) == config.num_heads and set(config.kv_map) == set(range(config.num_kv_heads))
+    allowed = f"for each of {config.num_heads} heads one of 0 to {config.num_kv_heads - 1}, each of which is named"
+    check(config, ok and list(config.kv_map) == sorted(config.kv_map), "kv_map", f"{allowed}, in rising order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +132,8 @@ class Softmax(_Leaf):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    kv_map: tuple[int, ...] | None = None
+    """KV head that each query head reads, where groups are of unequal size; None: num_heads / num_kv_heads read one"""
     rope_theta: float | None = None
     """None: no positional encoding (NoPE)"""
     rope_fraction: float = 1.0
@@ -125,7 +157,7 @@ class Softmax(_Leaf):
 
     def __post_init__(self):
         check_positive(self, "num_heads", "head_dim", "norm_eps")
-        check_divides(self, "num_kv_heads", "num_heads")
+        _check_groups(self)
         check_choice(self, "qk_norm", "logn")
         check(self, self.window_size is None or self.window_size >= 1, "window_size", "at least 1, or none")
         check(self, self.rope_theta is None or 1 < self.rope_theta < math.inf, "rope_theta", "above 1, or none")
@@ -134,10 +166,6 @@ class Softmax(_Leaf):
         check(self, even, "rope_fraction", f"a share of head_dim = {self.head_dim} that is an even number, 2 or more")
         if self.logn is not None:
             check(self, 1 < (self.logn_base or 0) < math.inf, "logn_base", f"above 1 with logn = {self.logn}")
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.rope_fraction) if self.rope_theta is not None else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +190,8 @@ class Gdn(_Leaf):
     """SiLU gate after the per-head RMSNorm"""
     allow_neg_eigval: bool = False
     """beta in (0, 2) instead of (0, 1)"""
+    rope_theta: float | None = None
+    """RoPE on queries and keys, as 004 has it in linear heads; None: none"""
     norm_eps: float = 1e-6
 
     def __post_init__(self):
@@ -176,6 +206,7 @@ class Gdn(_Leaf):
             f"num_kv_heads = {self.num_kv_heads}, or a multiple of it when num_heads = num_kv_heads",
         )
         _check_expands(self, "expand_v")
+        _check_rope(self)
 
     @property
     def num_out_heads(self) -> int:
@@ -196,12 +227,15 @@ class Gla(_Leaf):
     conv_size: int = 0
     gate_rank: int = 16
     output_gate: bool = True
+    rope_theta: float | None = None
+    """RoPE on queries and keys, as 004 has it in linear heads; None: none"""
     norm_eps: float = 1e-6
 
     def __post_init__(self):
         check_positive(self, "num_heads", "head_dim", "gate_rank", "norm_eps")
         _check_conv(self)
         _check_expands(self, "expand_k", "expand_v")
+        _check_rope(self)
 
     @property
     def key_dim(self) -> int:
@@ -221,6 +255,12 @@ class Kda(_Leaf):
     conv_size: int = 4
     output_gate: bool = True
     dt_init: Literal["zero", "log_uniform"] = "log_uniform"
+    """start of dt_bias: 0 (decays of 0.5 down to 1e-5 a step) or the inverse softplus of log-uniform [1e-3, 0.1]
+    (0.2 to 0.999)"""
+    allow_neg_eigval: bool = False
+    """beta in (0, 2) instead of (0, 1)"""
+    rope_theta: float | None = None
+    """RoPE on queries and keys, as 004 has it in linear heads; None: none"""
     norm_eps: float = 1e-6
 
     def __post_init__(self):
@@ -228,6 +268,7 @@ class Kda(_Leaf):
         _check_conv(self)
         check_choice(self, "dt_init")
         _check_expands(self, "expand_v")
+        _check_rope(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,12 +283,25 @@ class Mamba2(_Leaf):
     state_dim: int = 128
     num_groups: int = 1
     conv_size: int = 4
+    norm_groups: int | None = None
+    """groups of heads over which the gated RMSNorm goes; None: num_groups; 0: no norm, the gate alone"""
+    gate_order: Literal["gate_norm", "norm_gate"] = "gate_norm"
     norm_eps: float = 1e-6
+
+    rope_theta: ClassVar[float | None] = None
 
     def __post_init__(self):
         check_positive(self, "num_heads", "head_dim", "state_dim", "norm_eps")
         check_divides(self, "num_groups", "num_heads")
+        check_choice(self, "gate_order")
+        if self.norm_groups:
+            check_divides(self, "norm_groups", "num_heads")
+        check(self, (self.norm_groups or 0) >= 0, "norm_groups", "0 (no norm) or above")
         _check_conv(self)
+
+    @property
+    def key_dim(self) -> int:
+        return self.state_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,14 +316,24 @@ class Lightning(_Leaf):
     head_dim: int
     slopes: tuple[float, ...]
     """-log of the decay of each query head, already scaled for the layer's depth"""
+    kv_map: tuple[int, ...] | None = None
+    """as that of softmax attention"""
+    activation: Literal["silu"] | None = "silu"
+    """of q, k and v"""
+    output_norm: Literal["head", "full"] | None = "head"
+    """RMSNorm of the outputs: over each head, without a weight (000), or over all together, with one (MiniMax)"""
+    output_gate: Literal["low_rank", "full"] | None = "low_rank"
+    """sigmoid gate after the norm, through gate_rank channels (000) or one matrix (MiniMax)"""
     gate_rank: int = 64
-    """rank of the output gate; 0: none"""
+    rope_theta: float | None = None
+    """RoPE on queries and keys, as 004 has it in linear heads; None: none"""
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        check_positive(self, "num_heads", "head_dim", "norm_eps")
-        check_divides(self, "num_kv_heads", "num_heads")
-        check(self, self.gate_rank >= 0, "gate_rank", "0 (no gate) or above")
+        check_positive(self, "num_heads", "head_dim", "gate_rank", "norm_eps")
+        _check_groups(self)
+        check_choice(self, "activation", "output_norm", "output_gate")
+        _check_rope(self)
         check(self, len(self.slopes) == self.num_heads, "slopes", f"one number for each of {self.num_heads} heads")
         check(self, all(0 <= slope < math.inf for slope in self.slopes), "slopes", "numbers of 0 or above")
 
@@ -344,12 +408,22 @@ class Mix:
 
     mixers: tuple[Leaf, ...]
     fuse: Literal["mean", "sum", "scale", "gate", "project"] = "mean"
+    """mean: of the RMS-normalized branch outputs (Hymba); sum; scale: a sum with a learnable factor for each head and
+    branch; gate: a mean weighted by a softmax over the branches, from the input; project: every branch through an
+    output projection of its own, then a sum (Falcon-H1)"""
+    multipliers: tuple[float, ...] | None = None
+    """of every branch in that last sum; None: 1"""
     norm_eps: float = 1e-6
 
     def __post_init__(self):
         check_choice(self, "fuse")
         if len(self.mixers) < 2:
             raise ValueError(f"mix: {len(self.mixers)} mixer; it takes two or more")
+        given = self.multipliers is not None
+        check(self, not given or self.fuse == "project", "multipliers", f"none with fuse = {self.fuse}")
+        matching = not given or len(self.multipliers or ()) == len(self.mixers)
+        check(self, matching, "multipliers", f"one for each of {len(self.mixers)} mixers, or none")
+        check(self, all(map(math.isfinite, self.multipliers or ())), "multipliers", "finite numbers")
         if self.fuse != "project":
             _same_value_dim(self, self.mixers)
             counts = [mixer.num_out_heads for mixer in self.mixers]
@@ -424,6 +498,16 @@ def family(mixer: Mixer) -> str:
         case Mix():
             return f"mix({' + '.join(map(family, mixer.mixers))})"
     return mixer.kind
+
+
+def leaves(mixer: Mixer) -> tuple[Leaf, ...]:
+    """The mixers that a composition is made of; otherwise the mixer itself."""
+    match mixer:
+        case Heads():
+            return tuple(part.mixer for part in mixer.parts)
+        case Mix():
+            return mixer.mixers
+    return (mixer,)
 
 
 def select_layers(layers: tuple[Layer, ...], families: Iterable[str]) -> tuple[int, ...]:

@@ -116,7 +116,8 @@ def _matrices(mixer: Mixer, d: int) -> int:
         case Mamba2(num_heads=H, head_dim=P, state_dim=N, num_groups=G):
             heads = d * (2 * H * P + 2 * G * N + H)
         case Lightning(num_heads=H, num_kv_heads=KV, head_dim=D, gate_rank=rank):
-            heads = d * D * (H + 2 * KV) + rank * (d + H * D)
+            gate = {None: 0, "low_rank": rank * (d + H * D), "full": d * H * D}[mixer.output_gate]
+            heads = d * D * (H + 2 * KV) + gate
         case Heads():
             parts = [part.mixer for part in mixer.parts]
             heads = sum(_matrices(part, d) - _projection(part, d) for part in parts)
@@ -155,14 +156,15 @@ def _vectors(mixer: Mixer) -> int:
             return conv + H + H * K + V + (H * V if mixer.output_gate else 0)
         case Mamba2(num_heads=H, head_dim=P):
             bias = _conv_channels(mixer) if mixer.conv_size else 0
-            return conv + bias + 3 * H + H * P
+            return conv + bias + 3 * H + (0 if mixer.norm_groups == 0 else H * P)
+        case Lightning(num_heads=H, head_dim=D):
+            return H * D if mixer.output_norm == "full" else 0
         case Heads():
             gated = sum(part.mixer.num_heads for part in mixer.parts if isinstance(part.mixer, Softmax))
             bias = gated * mixer.value_dim if mixer.gate else 0
             return sum(_vectors(p.mixer) for p in mixer.parts) + bias + (mixer.num_out_heads if mixer.scale else 0)
         case Mix():
-            n = len(mixer.mixers)
-            own = {"scale": n * mixer.num_out_heads, "project": n}.get(mixer.fuse, 0)
+            own = len(mixer.mixers) * mixer.num_out_heads if mixer.fuse == "scale" else 0
             return sum(map(_vectors, mixer.mixers)) + own
     return 0
 
@@ -238,7 +240,7 @@ def full_attention_twin(spec: Spec) -> Spec:
                     return None
                 kv_heads = part.num_kv_heads * mixer.num_heads // part.num_heads  # the same queries per KV head
                 kv_heads = kv_heads if kv_heads and mixer.num_heads % kv_heads == 0 else mixer.num_heads
-                return dataclasses.replace(part, num_heads=mixer.num_heads, num_kv_heads=kv_heads)
+                return dataclasses.replace(part, num_heads=mixer.num_heads, num_kv_heads=kv_heads, kv_map=None)
             case Mix():
                 return next((part for part in mixer.mixers if isinstance(part, Softmax)), None)
         return mixer if isinstance(mixer, Softmax) else None

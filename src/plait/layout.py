@@ -29,6 +29,7 @@ from plait.config import (
     NormKind,
     Softmax,
     family,
+    leaves,
 )
 from plait.fields import FieldError, field_types, fit, show, suggest
 from plait.syntax import ALIASES, NAMES, SHORT, LayoutError, Node, Parser
@@ -115,7 +116,8 @@ def _keys(name: str) -> dict[str, Any]:
     """Fields that the brackets behind a name may set, with their types; the layer's come on top."""
     cls = {"heads": Heads, "mix": Mix}.get(name) or NAMES[name]
     hints = field_types(cls)
-    hidden = {"parts", "mixers", "slopes", "rope_scaling", "norm_eps" if cls in (Heads, Mix) else ""}
+    hidden = {"parts", "mixers", "multipliers", "slopes", "kv_map", "rope_scaling"}
+    hidden |= {"norm_eps"} if cls in (Heads, Mix) else set()
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in hidden} | DERIVED.get(cls, {})
 
 
@@ -184,8 +186,8 @@ class _Place:
     index: int
     """of the layer"""
     num_heads: int
-    kv_heads: int | None = None
-    """in heads(...): KV groups that the mixer's heads belong to; 0: they take unequal parts of them"""
+    kv_map: tuple[int, ...] | None = None
+    """in heads(...): the KV group of every head of the mixer, from 0 on"""
     inside: bool = False
     """in heads(...) or mix(...)"""
 
@@ -196,7 +198,7 @@ def _child(node: Node, place: _Place, defaults: Defaults) -> Leaf:
     for key, option in node.options.items():
         if key in LAYER_KEYS and key not in own:
             raise LayoutError(f"{key} is a key of the layer; write it behind heads(...) or mix(...)", option.key_at)
-        if key in ("num_heads", "expand") and place.kv_heads is not None:
+        if key in ("num_heads", "expand") and place.kv_map is not None:
             raise LayoutError(f"heads: {key} of {node.name} follows from the share; leave it out", option.key_at)
     return _leaf(node, _given(node, own), place, defaults)
 
@@ -220,9 +222,14 @@ def _fill(name: str, given: Mapping[str, Any], place: _Place, defaults: Defaults
         values["head_dim"] = 64
         if "num_heads" not in given and ("expand" in given or not place.inside):
             values["num_heads"] = _mamba_heads(given.get("expand", 2.0), given.get("head_dim", 64), defaults.d_model)
+        if place.kv_map is not None:
+            values["norm_groups"] = values["num_heads"]  # in heads(...) it norms per head, as the other kinds do
     elif cls in (Softmax, Lightning):
-        own = defaults.num_kv_heads or num_heads
-        values["num_kv_heads"] = own if place.kv_heads is None else place.kv_heads
+        values["num_kv_heads"] = defaults.num_kv_heads or num_heads
+        if place.kv_map is not None and "num_kv_heads" not in given:
+            groups = Counter(place.kv_map)
+            values["num_kv_heads"] = len(groups)
+            values["kv_map"] = place.kv_map if len(set(groups.values())) > 1 else None
     elif cls is Gdn:
         values["num_kv_heads"] = num_heads
         values["num_v_heads"] = given.get("num_kv_heads", num_heads)
@@ -259,25 +266,19 @@ def _heads(node: Node, given: dict[str, Any], index: int, defaults: Defaults) ->
     parts, first = [], 0
     for child, share in zip(node.children, shares, strict=True):
         heads = tuple(range(first, first + share * unit // total))
-        kv_heads = _kv_groups(heads, defaults)
-        if kv_heads == 0 and NAMES[child.name] in (Softmax, Lightning) and "num_kv_heads" not in child.options:
-            raise LayoutError(
-                f"heads: heads {heads[0]}-{heads[-1]} take unequal parts of the KV groups (num_kv_heads ="
-                f" {defaults.num_kv_heads}); ragged groups are not built yet, so give {child.name} a num_kv_heads",
-                child.at,
-            )
-        place = _Place(index, len(heads), kv_heads, inside=True)
+        place = _Place(index, len(heads), _kv_map(heads, defaults), inside=True)
         parts.append(HeadPart(mixer=_child(child, place, defaults), heads=heads))
         first += len(heads)
     with _placed(node):
         return Heads(parts=tuple(parts), norm_eps=defaults.norm_eps, **given)
 
 
-def _kv_groups(heads: tuple[int, ...], defaults: Defaults) -> int:
-    """KV groups that these query heads belong to; 0: they take unequal parts of them."""
+def _kv_map(heads: tuple[int, ...], defaults: Defaults) -> tuple[int, ...]:
+    """The KV group of each of these query heads, groups counted from 0 as they come."""
     size = max(defaults.num_heads // (defaults.num_kv_heads or defaults.num_heads), 1)
-    groups = Counter(head // size for head in heads)
-    return len(groups) if len(set(groups.values())) == 1 else 0
+    groups = [head // size for head in heads]
+    places = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    return tuple(places[group] for group in groups)
 
 
 # And back: configs -> text.
@@ -306,7 +307,7 @@ def _common_defaults(layers: tuple[Layer, ...], d_model: int) -> Defaults:
     def most(values: list, fallback: Any) -> Any:
         return Counter(values).most_common(1)[0][0] if values else fallback
 
-    mixers = [leaf for layer in layers for leaf in _leaves(layer.mixer)]
+    mixers = [leaf for layer in layers for leaf in leaves(layer.mixer)]
     softmax = [leaf for leaf in mixers if isinstance(leaf, Softmax)]
     other = [leaf for leaf in mixers if not isinstance(leaf, Mamba2)]  # whose size is its own
     headwise = [layer for layer in layers if isinstance(layer.mixer, Heads)]  # cannot say their num_heads and norm
@@ -329,19 +330,11 @@ def _common_defaults(layers: tuple[Layer, ...], d_model: int) -> Defaults:
 
 def _kv_heads(mixer: Mixer) -> list[int]:
     """KV heads that the softmax and Lightning parts of a layer would have over all of its query heads."""
-    leaves = [leaf for leaf in _leaves(mixer) if isinstance(leaf, Softmax | Lightning)]
+    parts = [leaf for leaf in leaves(mixer) if isinstance(leaf, Softmax | Lightning)]
     if not isinstance(mixer, Heads):
-        return [leaf.num_kv_heads for leaf in leaves]
-    return [leaf.num_kv_heads * mixer.num_heads // leaf.num_heads for leaf in leaves]
-
-
-def _leaves(mixer: Mixer) -> tuple[Leaf, ...]:
-    match mixer:
-        case Heads():
-            return tuple(part.mixer for part in mixer.parts)
-        case Mix():
-            return mixer.mixers
-    return (mixer,)
+        return [leaf.num_kv_heads for leaf in parts]
+    sizes = [max(Counter(p.kv_map).values()) if p.kv_map else p.num_heads // p.num_kv_heads for p in parts]
+    return [mixer.num_heads // size for size in sizes]
 
 
 def _layer_text(layer: Layer, index: int, defaults: Defaults) -> str:
@@ -365,7 +358,7 @@ def _composition_text(mixer: Heads | Mix, index: int, defaults: Defaults) -> str
         return f"mix({' + '.join(texts)})"
     common, texts = math.gcd(*(len(part.heads) for part in mixer.parts)), []
     for part in mixer.parts:
-        place = _Place(index, len(part.heads), _kv_groups(part.heads, defaults), inside=True)
+        place = _Place(index, len(part.heads), _kv_map(part.heads, defaults), inside=True)
         options = _options_text(_leaf_options(part.mixer, place, defaults))
         texts.append(f"{len(part.heads) // common}:{family(part.mixer)}{options}")
     return f"heads({', '.join(texts)})"
@@ -383,6 +376,8 @@ def _leaf_options(mixer: Leaf, place: _Place, defaults: Defaults) -> dict[str, A
         return blank | _fill(name, given, place, defaults)
 
     given = {key: fields[key] for key in _keys(name) if key in fields}
+    if fields.get("kv_map") is not None:
+        del given["num_kv_heads"]  # a map follows from where the heads are
     if "slopes" in fields and fill(given)["slopes"] != fields["slopes"]:
         given["slope_family"] = "linear"
     for key in list(given)[::-1]:

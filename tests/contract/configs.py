@@ -14,7 +14,21 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from plait.config import Gdn, Layer, Mixer, RopeScaling, Softmax
+from plait.config import (
+    Gdn,
+    Gla,
+    HeadPart,
+    Heads,
+    Kda,
+    Layer,
+    Lightning,
+    Mamba2,
+    Mix,
+    Mixer,
+    RopeScaling,
+    Softmax,
+    leaves,
+)
 from plait.model.lm import LM
 from plait.spec import Spec
 
@@ -36,7 +50,7 @@ def rope_scalings(draw: DrawFn) -> RopeScaling:
 
 @st.composite
 def softmaxes(draw: DrawFn, sizes: tuple[int, ...]) -> Softmax:
-    kv, per_kv = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    groups, kv_map = draw(kv_groups())
     head_dim = draw(st.sampled_from(sizes))
     rope = {}
     if head_dim >= 2 and draw(st.booleans()):
@@ -48,8 +62,9 @@ def softmaxes(draw: DrawFn, sizes: tuple[int, ...]) -> Softmax:
         }
     logn = draw(st.sampled_from((None, "loglen", "loga")))
     return Softmax(
-        num_heads=kv * per_kv,
-        num_kv_heads=kv,
+        num_heads=sum(groups),
+        num_kv_heads=len(groups),
+        kv_map=kv_map,
         head_dim=head_dim,
         **rope,
         window_size=draw(st.none() | st.sampled_from(WINDOWS)),
@@ -77,8 +92,127 @@ def gdns(draw: DrawFn, sizes: tuple[int, ...]) -> Gdn:
         conv_size=draw(st.sampled_from((0, 2, 3, 4, 5))),
         output_gate=draw(st.booleans()),
         allow_neg_eigval=draw(st.booleans()),
+        rope_theta=draw(st.sampled_from((None, 30.0))) if head_dim % 2 == 0 else None,
         norm_eps=draw(st.sampled_from(EPS)),
     )
+
+
+@st.composite
+def glas(draw: DrawFn, sizes: tuple[int, ...]) -> Gla:
+    head_dim, key_dim, value_dim = (draw(st.sampled_from(sizes)) for _ in range(3))
+    return Gla(
+        num_heads=draw(st.integers(1, 3)),
+        head_dim=head_dim,
+        expand_k=key_dim / head_dim,
+        expand_v=value_dim / head_dim,
+        conv_size=draw(st.sampled_from((0, 2, 4))),
+        gate_rank=draw(st.integers(1, 4)),
+        output_gate=draw(st.booleans()),
+        rope_theta=draw(st.sampled_from((None, 30.0))) if key_dim % 2 == 0 else None,
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@st.composite
+def kdas(draw: DrawFn, sizes: tuple[int, ...]) -> Kda:
+    head_dim, value_dim = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
+    return Kda(
+        num_heads=draw(st.integers(1, 3)),
+        head_dim=head_dim,
+        expand_v=value_dim / head_dim,
+        conv_size=draw(st.sampled_from((0, 3, 4))),
+        output_gate=draw(st.booleans()),
+        dt_init=draw(st.sampled_from(("zero", "log_uniform"))),
+        allow_neg_eigval=draw(st.booleans()),
+        rope_theta=draw(st.sampled_from((None, 30.0))) if head_dim % 2 == 0 else None,
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@st.composite
+def mamba2s(draw: DrawFn, sizes: tuple[int, ...]) -> Mamba2:
+    groups, per_group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    return Mamba2(
+        num_heads=groups * per_group,
+        head_dim=draw(st.sampled_from(sizes)),
+        state_dim=draw(st.sampled_from(sizes)),
+        num_groups=groups,
+        conv_size=draw(st.sampled_from((0, 2, 4))),
+        norm_groups=draw(st.sampled_from((None, 0, 1, groups * per_group))),
+        gate_order=draw(st.sampled_from(("gate_norm", "norm_gate"))),
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@st.composite
+def lightnings(draw: DrawFn, sizes: tuple[int, ...]) -> Lightning:
+    groups, kv_map = draw(kv_groups())
+    num_heads, head_dim = sum(groups), draw(st.sampled_from(sizes))
+    slopes = st.sampled_from((0.0, 1e-3, 0.1, 1.0, 30.0))
+    return Lightning(
+        num_heads=num_heads,
+        num_kv_heads=len(groups),
+        kv_map=kv_map,
+        head_dim=head_dim,
+        slopes=tuple(draw(slopes) for _ in range(num_heads)),
+        activation=draw(st.sampled_from((None, "silu"))),
+        output_norm=draw(st.sampled_from(("head", "full"))),
+        output_gate=draw(st.sampled_from((None, "low_rank", "full"))),
+        gate_rank=draw(st.integers(1, 4)),
+        rope_theta=draw(st.sampled_from((None, 30.0))) if head_dim % 2 == 0 else None,
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@st.composite
+def kv_groups(draw: DrawFn) -> tuple[list[int], tuple[int, ...] | None]:
+    """Query heads of each KV head, and the map that says so where they are unequal."""
+    groups = [draw(st.integers(1, 3))] * draw(st.integers(1, 3))
+    if draw(st.sampled_from((False, False, True))):
+        groups = [draw(st.integers(1, 3)) for _ in groups]
+    ragged = len(set(groups)) > 1
+    return groups, tuple(kv for kv, n in enumerate(groups) for _ in range(n)) if ragged else None
+
+
+@st.composite
+def headwises(draw: DrawFn, sizes: tuple[int, ...]) -> Heads:
+    """Two or three parts, whose heads lie anywhere; all of one value size."""
+    parts = _of_one_size(draw, draw(st.integers(2, 3)), draw(st.sampled_from(sizes)))
+    heads = draw(st.permutations(range(sum(part.num_out_heads for part in parts))))
+    places, first = [], 0
+    for part in parts:
+        own = heads[first : first + part.num_out_heads]
+        places.append(tuple(sorted(own) if draw(st.booleans()) else own))
+        first += part.num_out_heads
+    return Heads(
+        parts=tuple(HeadPart(mixer=part, heads=own) for part, own in zip(parts, places, strict=True)),
+        norm=draw(st.booleans()),
+        scale=draw(st.booleans()),
+        gate=draw(st.booleans()),
+        order=draw(st.sampled_from(("gate_norm", "norm_gate"))),
+        norm_eps=draw(st.sampled_from(EPS)),
+    )
+
+
+@st.composite
+def mixes(draw: DrawFn, sizes: tuple[int, ...]) -> Mix:
+    fuse = draw(st.sampled_from(("mean", "sum", "scale", "gate", "project")))
+    parts = _of_one_size(draw, draw(st.integers(2, 3)), draw(st.sampled_from(sizes)))
+    if fuse == "project":
+        multipliers = draw(st.sampled_from((None, (0.7, -1.3, 0.4)[: len(parts)])))
+        return Mix(mixers=tuple(parts), fuse=fuse, multipliers=multipliers)
+    same = [part for part in parts if part.num_out_heads == parts[0].num_out_heads]
+    return Mix(mixers=(*same, same[0])[: max(len(same), 2)], fuse=fuse, norm_eps=draw(st.sampled_from(EPS)))
+
+
+def _of_one_size(draw: DrawFn, count: int, size: int) -> list:
+    """Mixers of one value size. Of one or two channels a norm would be nearly a sign, and norms of norms no better."""
+    size = max(size, 3)
+    names = [draw(st.sampled_from(sorted(LEAVES))) for _ in range(count)]
+    return [draw(LEAVES[name]((size,))) for name in names]
+
+
+LEAVES = {"softmax": softmaxes, "gdn": gdns, "gla": glas, "kda": kdas, "mamba2": mamba2s, "lightning": lightnings}
 
 
 @dataclass(frozen=True)
@@ -91,15 +225,14 @@ class Entry:
     without: Callable[[Mixer], dict[str, str]] = lambda config: {}
 
 
-def gdn_without(config: Gdn) -> dict[str, str]:
+def without(config: Mixer) -> dict[str, str]:
     small = {"float32": "the norm of so few channels is nearly a sign, and rounding near 0 flips it"}
-    return small if min(config.head_dim, config.value_dim) < 3 else {}
+    sizes = [size for leaf in leaves(config) if leaf.recurrent for size in (leaf.key_dim, leaf.value_dim)]
+    return small if min(sizes, default=3) < 3 else {}
 
 
-MIXERS: dict[str, Entry] = {
-    "softmax": Entry(softmaxes),
-    "gdn": Entry(gdns, gdn_without),
-}
+COMPOSITIONS = {"heads": headwises, "mix": mixes}
+MIXERS: dict[str, Entry] = {name: Entry(strategy, without) for name, strategy in {**LEAVES, **COMPOSITIONS}.items()}
 DTYPES = {"float64": 1e-10, "float32": 1e-5}
 """and the tolerance; bf16, whose rounding depth multiplies past any tolerance, is tested mixer by mixer"""
 
@@ -155,7 +288,7 @@ def disturb(module: torch.nn.Module, seed: int) -> None:
             parameter.copy_(1.5 * noise - 2)
         elif name.endswith("dt_bias"):
             parameter.copy_(noise)
-        elif name.endswith("conv.weight") or parameter.ndim == 1:
+        elif name.endswith(("conv.weight", "scale")) or parameter.ndim == 1:
             parameter.add_(0.4 * noise)
 
 

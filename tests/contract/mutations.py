@@ -10,11 +10,13 @@ from unittest import mock
 import torch
 
 import plait.mixers.attention as attention
-import plait.mixers.gdn as gdn
+import plait.mixers.delta as delta
+import plait.mixers.linear as linear
 import plait.mixers.softmax as softmax
 from plait.mixers.conv import ShortConv
+from plait.mixers.recurrent import DeltaRule, LinearRule
 from plait.mixers.seq import Chunks, Seq
-from plait.mixers.softmax import KeyValues
+from plait.mixers.softmax import KeyValues, _Groups
 from plait.model.cache import Cache
 
 
@@ -71,11 +73,29 @@ def states_in_the_order_of_chunks(make):
 
 
 def step_without_decay(make):
-    return lambda q, k, v, g, beta, state=None: make(q, k, v, torch.zeros_like(g), beta, state)
+    return staticmethod(lambda q, k, v, g, *rest, **options: make(q, k, v, torch.zeros_like(g), *rest, **options))
 
 
 def chunks_start_from_zero(make):
-    return lambda q, k, v, g, beta, state, seq: make(q, k, v, g, beta, None, seq)
+    return staticmethod(lambda *inputs, **options: make(*inputs[:-2], None, inputs[-1], **options))
+
+
+def decay_without_channels(make):
+    """The mean of the channels' decays in place of each."""
+    return lambda g, *rest: make(g.mean(-1, keepdim=True).expand_as(g) if g.ndim == 4 else g, *rest)
+
+
+def groups_as_if_equal(make):
+    """Ragged groups read as if each KV head had its first heads."""
+
+    def each(self, attend, q, k, v, state, seq, sink):
+        back, self.back = self.back, list(range(len(self.back)))
+        try:
+            return make(self, attend, q, k, v, state, seq, sink)
+        finally:
+            self.back = back
+
+    return each
 
 
 def scale_counts_this_piece_only(make):
@@ -124,8 +144,13 @@ MUTATIONS: dict[str, tuple[Any, str, Callable]] = {
     "convolution sees other documents": (ShortConv, "forward", conv_sees_other_documents),
     "padding decays the state": (Chunks, "pack", empty_slots_decay),
     "states in the order of chunks": (Chunks, "unsort", states_in_the_order_of_chunks),
-    "one step without decay": (gdn, "delta_step", step_without_decay),
-    "chunks start from zero": (gdn, "delta_chunk", chunks_start_from_zero),
+    "one delta step without decay": (DeltaRule, "step", step_without_decay),
+    "one linear step without decay": (LinearRule, "step", step_without_decay),
+    "delta chunks start from zero": (DeltaRule, "chunk", chunks_start_from_zero),
+    "linear chunks start from zero": (LinearRule, "chunk", chunks_start_from_zero),
+    "one decay for all channels (delta)": (delta, "make_decay", decay_without_channels),
+    "one decay for all channels (linear)": (linear, "make_decay", decay_without_channels),
+    "ragged groups put back wrong": (_Groups, "each", groups_as_if_equal),
     "log-n counts this piece only": (softmax, "logn_scale", scale_counts_this_piece_only),
     "positions count padding": (Seq, "position_BT", positions_count_padding),
     "a clone shares buffers": (Cache, "clone", clone_shares_buffers),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from plait.config import Softmax
+from plait.config import Softmax, leaves
 from plait.model.cache import Cache
 from plait.spec import Spec
 
@@ -144,7 +144,8 @@ def cases(draw: DrawFn, max_layers: int = 4) -> Case:
     dtype = draw(st.sampled_from(("float64", "float64", "float32")))
     spec, without = draw(specs(2 if dtype == "float32" else max_layers))  # depth multiplies rounding
     batch = draw(st.integers(1, 4))
-    windows = [layer.mixer.window_size for layer in spec.layers if getattr(layer.mixer, "window_size", None)]
+    parts = [leaf for layer in spec.layers for leaf in leaves(layer.mixer)]
+    windows = [leaf.window_size for leaf in parts if isinstance(leaf, Softmax) and leaf.window_size]
     return Case(
         spec=spec,
         seed=draw(st.integers(0, 2**16)),
@@ -254,7 +255,7 @@ class Interpreter:
         self.track.rows = [self.track.rows[i] for i in op.index]
 
     def crop(self, op: Crop, name: str) -> None:
-        rows, mixers = self.track.rows, [layer.mixer for layer in self.case.spec.layers]
+        rows, mixers = self.track.rows, [leaf for layer in self.case.spec.layers for leaf in leaves(layer.mixer)]
         longest = max(map(len, rows))
         length = max(longest - op.drop, 0)
         before = self.track.cache.clone()

@@ -44,6 +44,7 @@ def attend(
     sink: Tensor | None = None,
     past: tuple[Tensor, Tensor, Tensor] | None = None,
     position_BT: Tensor | None = None,
+    backend: str = "torch",
 ) -> Tensor:
     """Causal attention of new tokens to each other, o_BTHE, in time and memory linear in T for a fixed window.
 

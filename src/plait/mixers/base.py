@@ -5,6 +5,8 @@ Shapes: B rows, T tokens, D = d_model, H output heads, V value size of a head, S
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, Self
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 
 from plait.mixers.seq import Seq
 
-Backend = Literal["naive", "torch"]
-BACKENDS: tuple[Backend, ...] = ("naive", "torch")
+Backend = Literal["naive", "torch", "fla", "auto"]
+BACKENDS: tuple[Backend, ...] = ("naive", "torch", "fla", "auto")
 
 
 class Tap(nn.Module):
@@ -79,7 +81,8 @@ class Mixer(nn.Module):
     """
 
     POINTS: tuple[str, ...] = ("heads", "out")
-    o: nn.Linear
+    o: nn.Linear | None
+    """the output projection; None in a composition, which has one for all"""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +100,20 @@ class Mixer(nn.Module):
 
     def project(self, o_BTHV: Tensor) -> Tensor:
         """Head outputs to the residual stream, [B, T, D]."""
+        assert self.o is not None
         return self.o(o_BTHV.flatten(-2))
+
+    def set_backend(self, backend: Backend) -> None:
+        """naive, torch or fla, of a composition's parts too; `auto` is what a model resolves."""
+        self.backend = backend
+
+    def tapped(self, seq: Seq, **tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors through the named points of their names."""
+        return tuple(self.taps[name](tensor, seq) for name, tensor in tensors.items())
+
+    def points(self) -> dict[str, Tap]:
+        """The named points, those of a composition's parts included."""
+        return dict(self.taps.items())  # pyright: ignore[reportReturnType]
 
     def init_weights(self, std: float, generator: torch.Generator) -> None:
         """Initialize every parameter in place, drawing from `generator` in a fixed order."""
@@ -106,6 +122,29 @@ class Mixer(nn.Module):
     def new_state(self, batch: int, max_length: int, *, dtype: torch.dtype, device: torch.device) -> State:
         """Buffers for `batch` sequences of up to `max_length` tokens; `dtype` is for keys, values and activations."""
         raise NotImplementedError
+
+
+def resolve(backend: Backend, device: torch.device, dtype: torch.dtype) -> Backend:
+    """What a backend means on a device. `auto` is fla where that can serve, and says once what it took.
+
+    Raises ValueError where fla is asked for and cannot serve.
+    """
+    if backend not in ("fla", "auto"):
+        return backend
+    from plait.mixers.fla import why_not
+
+    why = why_not(device) or ("it does not compute in float64" if dtype == torch.float64 else None)
+    if backend == "auto":
+        _announce(f"backend auto: {f'torch ({why})' if why else 'fla'} on {device.type}")
+        return "torch" if why else "fla"
+    if why is not None:
+        raise ValueError(f"backend = 'fla': {why}; use torch, or auto")
+    return "fla"
+
+
+@functools.cache
+def _announce(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def linear(d_in: int, d_out: int, *, bias: bool = False) -> nn.Linear:

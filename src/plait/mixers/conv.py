@@ -13,18 +13,25 @@ from plait.mixers.seq import Seq
 
 
 class ShortConv(nn.Module):
-    """y_t = sum_j weight[:, W - 1 - j] x_{t - j} within each sequence, then SiLU."""
+    """y_t = sum_j weight[:, W - 1 - j] x_{t - j} + bias within each sequence, then SiLU."""
 
-    def __init__(self, channels: int, width: int):
+    def __init__(self, channels: int, width: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def init_weights(self, generator: torch.Generator) -> None:
         bound = self.weight.shape[1] ** -0.5
         self.weight.uniform_(-bound, bound, generator=generator)
+        if self.bias is not None:
+            self.bias.uniform_(-bound, bound, generator=generator)
 
-    def forward(self, x_BTC: Tensor, tail_SWC: Tensor | None, seq: Seq) -> Tensor:
+    def forward(self, x_BTC: Tensor, tail_SWC: Tensor | None, seq: Seq, backend: str = "torch") -> Tensor:
         """tail_SWC: the last W - 1 inputs of every sequence, replaced in place by those after this piece."""
+        if backend == "fla":
+            from plait.mixers.fla import conv_fla
+
+            return conv_fla(x_BTC, self.weight, self.bias, tail_SWC, seq)
         before = self.weight.shape[1] - 1
         if seq.dense:
             tail = x_BTC.new_zeros(x_BTC.shape[0], before, x_BTC.shape[2]) if tail_SWC is None else tail_SWC
@@ -36,6 +43,7 @@ class ShortConv(nn.Module):
                 y = torch.addcmul(y, x_ext[:, j : j + x_BTC.shape[1]], self.weight[:, j])
         else:
             y = self._ragged(x_BTC[0], tail_SWC, seq)[None]
+        y = y if self.bias is None else y + self.bias
         return F.silu(y).to(x_BTC.dtype)  # under autocast fp32 weights have made y fp32
 
     def _ragged(self, x_NC: Tensor, tail_SWC: Tensor | None, seq: Seq) -> Tensor:

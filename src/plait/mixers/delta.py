@@ -22,16 +22,29 @@ N = chunks * states, R = G * C queries that read a chunk, E = sequences * states
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.mixers.chunked import (
+    ChannelDecay,
+    ScalarDecay,
+    add_mm,
+    decay_of_state,
+    fit_chunk,
+    make_decay,
+    mm,
+    mul_rows,
+    mul_rows_,
+    pack,
+    runs_in_bf16,
+    sum_rows,
+    unpack,
+    wide_dtype,
+)
 from plait.mixers.seq import Chunks, Seq
-
-LOG2_E = 1.4426950408889634
 
 
 def delta_naive(
@@ -49,7 +62,7 @@ def delta_naive(
     outputs = []
     with torch.autocast(q.device.type, enabled=False):
         for t in range(q.shape[1]):
-            state = state * g[:, t, :, None, None].exp()
+            state = state * decay_of_state(g[:, t])
             old_BSV = torch.einsum("bsk,bskv->bsv", k[:, t], state)
             new_BSV = beta[:, t, :, None] * (v[:, t] - old_BSV)
             state = state + k[:, t, :, :, None] * new_BSV[:, :, None, :]
@@ -71,11 +84,11 @@ def delta_step(
     q, k, v, g, beta, state = _widen(q_B1HK, k_B1SK, v_B1SV, g_B1S, beta_B1S, state_BSKV)
     k_BSK, v_BSV, beta_BS1 = k[:, 0], v[:, 0], beta[:, 0, :, None]
     q_BSGK = q[:, 0].unflatten(1, (k.shape[2], -1)) * k.shape[-1] ** -0.5
-    decay_BS11 = g[:, 0, :, None, None].exp()
     with torch.autocast(q.device.type, enabled=False):
-        reads = torch.cat((k_BSK[:, :, None], q_BSGK), 2) @ state * decay_BS11  # B, S, 1 + G, V
+        state = state * decay_of_state(g[:, 0])
+        reads = torch.cat((k_BSK[:, :, None], q_BSGK), 2) @ state  # B, S, 1 + G, V
         new_BS1V = (beta_BS1 * (v_BSV - reads[:, :, 0]))[:, :, None]
-        state = torch.addcmul(state * decay_BS11, k_BSK[..., None], new_BS1V)
+        state = torch.addcmul(state, k_BSK[..., None], new_BS1V)
         o_BSGV = torch.addcmul(reads[:, :, 1:], q_BSGK @ k_BSK[..., None], new_BS1V)
     return o_BSGV.flatten(1, 2)[:, None].to(dtype), state
 
@@ -97,13 +110,10 @@ def delta_chunk(
     stay in fp32. chunk_size: by default what was fastest, 128 for those and otherwise 64.
     """
     if chunk_size is None:
-        chunk_size = 128 if _runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else 64
-    if chunk_size < 16 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size: {chunk_size}; it must be a power of two, at least 16")
+        chunk_size = 128 if g_BTS.ndim == 3 and runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else 64
     longest = max(seq.lengths, default=0)
-    while chunk_size > 16 and chunk_size >= 2 * longest:
-        chunk_size //= 2
-    wide = _wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
+    chunk_size = fit_chunk(chunk_size, longest)
+    wide = wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
     if state_BSKV is None:
         state_BSKV = v_BTSV.new_zeros(seq.num_sequences, *k_BTSK.shape[2:], v_BTSV.shape[3], dtype=wide)
     if longest == 0:
@@ -111,40 +121,24 @@ def delta_chunk(
     return _DeltaChunk.apply(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, seq.chunks(chunk_size))
 
 
-def _wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """At least fp32."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
-def _runs_in_bf16(*operands: Tensor) -> bool:
-    return all(x.is_cuda and x.dtype == torch.bfloat16 for x in operands)
-
-
 def _widen(
     q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g_BTS: Tensor, beta_BTS: Tensor, state_BSKV: Tensor | None
 ) -> list[Tensor]:
     inputs = (q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
-    dtype = _wide_dtype(*inputs)
+    dtype = wide_dtype(*inputs)
     if state_BSKV is None:
         state_BSKV = v_BTSV.new_zeros(*k_BTSK.shape[::2], k_BTSK.shape[3], v_BTSV.shape[3], dtype=dtype)
     return [x.to(dtype) for x in (*inputs, state_BSKV)]
 
 
 class _Chunked(NamedTuple):
-    """One call's chunks: operands in the working dtype, gates in fp32 or fp64. D and the reads carry the 1/sqrt(K)."""
+    """One call's chunks: operands in the working dtype, beta in fp32 or fp64."""
 
     q_NRK: Tensor
     k_NCK: Tensor
     v_NCV: Tensor
     beta_NC1: Tensor
-    rate_NC1: Tensor
-    """beta sqrt(K), to go with the 1/sqrt(K) in D"""
-    decay_NCC: Tensor
-    """D / sqrt(K): from token s to token t of the chunk"""
-    enter_NC1: Tensor
-    """exp(b): from the start of the chunk to token t"""
-    leave_NC1: Tensor
-    """exp(b_C - b): from token t to the end of the chunk"""
+    decay: ScalarDecay | ChannelDecay
     scale: float
     rows: list[int]
     """chunks * states of each step of the scan"""
@@ -153,92 +147,83 @@ class _Chunked(NamedTuple):
     def build(
         q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g_BTS: Tensor, beta_BTS: Tensor, chunks: Chunks
     ) -> _Chunked:
-        wide = _wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
-        work = torch.bfloat16 if _runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else wide
+        wide = wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
+        work = torch.bfloat16 if runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else wide
         S, scale = k_BTSK.shape[2], k_BTSK.shape[3] ** -0.5
-        beta_NC1 = _pack(beta_BTS, wide, S, chunks)[..., None]
-        # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
-        sum_NC = (_pack(g_BTS, torch.float64, S, chunks) * LOG2_E).cumsum(-1)
-        steps_NCC = (sum_NC[:, :, None] + math.log2(scale) - sum_NC[:, None, :]).to(wide).tril_()
         return _Chunked(
-            q_NRK=_pack(q_BTHK, work, S, chunks),
-            k_NCK=_pack(k_BTSK, work, S, chunks),
-            v_NCV=_pack(v_BTSV, work, S, chunks),
-            beta_NC1=beta_NC1,
-            rate_NC1=beta_NC1 / scale,
-            decay_NCC=_exp2_(steps_NCC).tril_(),
-            enter_NC1=_exp2_(sum_NC[..., None].to(wide, copy=True)),
-            leave_NC1=_exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(wide)),
+            q_NRK=pack(q_BTHK, work, S, chunks),
+            k_NCK=pack(k_BTSK, work, S, chunks),
+            v_NCV=pack(v_BTSV, work, S, chunks),
+            beta_NC1=pack(beta_BTS, wide, S, chunks)[..., None],
+            decay=make_decay(g_BTS, wide, scale, chunks),
             scale=scale,
             rows=[count * S for count in chunks.counts],
         )
 
-    def mix_(self, qk_NRC: Tensor) -> Tensor:
-        """Q K^T becomes M in place; likewise their gradients."""
-        return _mul_rows_(qk_NRC, self.decay_NCC)
-
-    def read_(self, q_NRK: Tensor) -> Tensor:
-        """Q becomes Q' in place; likewise their gradients, and outputs."""
-        return _mul_rows_(q_NRK, self.enter_NC1 * self.scale)
+    def read(self) -> Tensor:
+        """Q'."""
+        return mul_rows(self.q_NRK, self.decay.enter_NCJ * self.scale).to(self.q_NRK.dtype)
 
     def transfer(self, inverse_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K', X and P from T."""
-        old_NCK = self.k_NCK.clone().mul_(self.enter_NC1 * -self.beta_NC1)
-        x_NCK = torch.bmm((inverse_NCC * self.leave_NC1).mT, self.k_NCK.to(inverse_NCC.dtype)).to(self.k_NCK.dtype)
-        p_NKK = _mm(x_NCK.mT, old_NCK)
-        p_NKK.diagonal(dim1=1, dim2=2).add_(self.enter_NC1[:, -1])
+        work, decay = self.k_NCK.dtype, self.decay
+        old_NCK = (self.k_NCK * (decay.enter_NCJ * -self.beta_NC1)).to(work)
+        x_NCK = torch.bmm(inverse_NCC.mT, self.k_NCK * decay.leave_NCJ).to(work)
+        p_NKK = mm(x_NCK.mT, old_NCK)
+        p_NKK.diagonal(dim1=1, dim2=2).add_(decay.enter_NCJ[:, -1])
         return old_NCK, x_NCK, p_NKK
 
 
 class _DeltaChunk(torch.autograd.Function):
-    """Saves its inputs, T, U and the state each chunk starts from; recomputes the rest."""
+    """Saves its inputs, T, U, the state each chunk starts from and, with one decay a channel, M and A / beta;
+    recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, chunks):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
-            inverse_NCC = _unit_inverse(_mm(x.k_NCK, x.k_NCK.mT).mul_(x.decay_NCC).mul_(x.rate_NC1))
+            mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
+            inverse_NCC = _unit_inverse(erase_NCC * (x.beta_NC1 / x.scale))
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = x.beta_NC1 * x.v_NCV
-            w_NKV = _mm(x_NCK.mT, r_NCV.to(work))
+            w_NKV = mm(x_NCK.mT, r_NCV.to(work))
             first_EKV = chunks.sort(state_BSKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows)
             start_NKV = start_NKV.to(work)
-            u_NCV = torch.bmm(inverse_NCC, _add_mm(r_NCV, old_NCK, start_NKV)).to(work)
-            o_NRV = x.read_(_mm(x.q_NRK, start_NKV))
-            o_NRV = _add_mm(o_NRV, x.mix_(_mm(x.q_NRK, x.k_NCK.mT)).to(work), u_NCV)
+            u_NCV = torch.bmm(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV)).to(work)
+            o_NRV = add_mm(mm(x.read(), start_NKV), mix_NRC.to(work), u_NCV)
         ctx.chunks = chunks
-        ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV)
+        pairs = (mix_NRC, erase_NCC) if x.decay.saves_pairs else ()
+        ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV, *pairs)
         last_BSKV = chunks.unsort(last_EKV.view(state_BSKV.shape))
-        return _unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
+        return unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do_BTHV, dlast_BSKV):
-        *inputs, inverse_NCC, start_NKV, u_NCV = ctx.saved_tensors
-        chunks = ctx.chunks
+        inputs, (inverse_NCC, start_NKV, u_NCV) = ctx.saved_tensors[:5], ctx.saved_tensors[5:8]
+        pairs, chunks = list(ctx.saved_tensors[8:]), ctx.chunks
         with torch.autocast(do_BTHV.device.type, enabled=False):
             x = _Chunked.build(*inputs, chunks)
             work = x.k_NCK.dtype
-            do_NRV = _pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            mix_NRC = x.mix_(_mm(x.q_NRK, x.k_NCK.mT))
+            do_NRV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
+            pairs = [p.clone() for p in pairs] or x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
 
             # dR from the outputs of the chunk, then dS across the chunks, then the rest of dR.
-            dr_NCV = torch.bmm(inverse_NCC.mT, _mm(mix_NRC.to(work).mT, do_NRV))
-            dw_NKV = _mm(x.read_(x.q_NRK.clone()).mT, do_NRV)
-            dw_NKV = _add_mm(dw_NKV, old_NCK.mT, dr_NCV.to(work))
+            dr_NCV = torch.bmm(inverse_NCC.mT, mm(pairs[0].to(work).mT, do_NRV))
+            dw_NKV = add_mm(mm(x.read().mT, do_NRV), old_NCK.mT, dr_NCV.to(work))
             dlast_EKV = chunks.sort(dlast_BSKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = scan_back(dlast_EKV, p_NKK, dw_NKV, x.rows)
             dend_NKV = dend_NKV.to(work)
-            dr_NCV = _add_mm(dr_NCV, x_NCK, dend_NKV)
+            dr_NCV = add_mm(dr_NCV, x_NCK, dend_NKV)
 
-            dq, dk, dg, dbeta = _grads(x, mix_NRC, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
+            dq, dk, dg, dbeta = _grads(x, pairs, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
             dbeta += (dr_NCV * x.v_NCV).sum(-1)
             dv = dr_NCV.mul_(x.beta_NC1)
         grads = [
-            _unpack(grad, like.shape[2], like.dtype, chunks)
+            unpack(grad.view(*grad.shape[:2], *like.shape[3:]), like.shape[2], like.dtype, chunks)
             for grad, like in zip((dq, dk, dv, dg, dbeta), inputs, strict=True)
         ]
         return *grads, chunks.unsort(dfirst_EKV.view(dlast_BSKV.shape)), None
@@ -246,78 +231,41 @@ class _DeltaChunk(torch.autograd.Function):
 
 def _grads(
     x: _Chunked,
-    mix_NRC: Tensor,
+    pairs: list[Tensor],
     start_NKV: Tensor,
     u_NCV: Tensor,
     do_NRV: Tensor,
     dr_NCV: Tensor,
     dend_NKV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq_NRK, dk_NCK, dg_NC, dbeta_NC but for what reaches beta by V. Overwrites M."""
-    work, C = x.k_NCK.dtype, x.k_NCK.shape[1]
+    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. Overwrites the pair sums."""
+    decay, C = x.decay, x.k_NCK.shape[1]
 
     # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
-    dq_NRK = x.read_(_mm(do_NRV, start_NKV.mT))
-    enter_NC = (x.q_NRK * dq_NRK).sum(-1).unflatten(1, (-1, C)).sum(1)
-    dk_erase_NCK = _mm(dr_NCV, start_NKV.mT).mul_(-x.enter_NC1)
+    dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT), decay.enter_NCJ * x.scale)
+    dk_erase_NCK = mm(dr_NCV, start_NKV.mT).mul_(-decay.enter_NCJ)
     dbeta_NC = (x.k_NCK * dk_erase_NCK).sum(-1)
-    dk_NCK = _mm(u_NCV, dend_NKV.mT).mul_(x.leave_NC1)
-    leave_NC = (x.k_NCK * dk_NCK).sum(-1)
-    keep_N = (start_NKV * dend_NKV).flatten(1).sum(-1, dtype=enter_NC.dtype) * x.enter_NC1[:, -1, 0]
-    dk_NCK.addcmul_(dk_erase_NCK, x.beta_NC1)
+    dk_erase_NCK *= x.beta_NC1
+    dk_NCK = mm(u_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
+    leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
+    db_NCJ = decay.fold(sum_rows(x.q_NRK * dq_NRK, C) + x.k_NCK * dk_erase_NCK) - leave_NCJ
+    keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
+    dk_NCK += dk_erase_NCK
 
-    # Between tokens t >= s of the chunk. The gradient of b_t - b_s is that of D_ts times D_ts, so db is row sums
-    # minus column sums. (q dq - k dk is the same sum, but in bf16 what should cancel there has been rounded apart.)
-    dqk_NRC = _mm(do_NRV, u_NCV.mT)
-    pairs_NRC = mix_NRC.mul_(dqk_NRC)
-    dqk_NRC = x.mix_(dqk_NRC).to(work)
-    dkk_NCC = _mm(dr_NCV, u_NCV.mT).mul_(x.decay_NCC)
-    dkk_NCC.diagonal(dim1=1, dim2=2).zero_()
-    erased_NCC = _mm(x.k_NCK, x.k_NCK.mT).mul_(dkk_NCC)
-    dbeta_NC -= erased_NCC.sum(-1) / x.scale
-    dkk_NCC.mul_(-x.rate_NC1)  # dA = -dR U^T
-    dq_NRK = _add_mm(dq_NRK, dqk_NRC, x.k_NCK)
-    dk_NCK = _add_mm(dk_NCK, dqk_NRC.mT, x.q_NRK)
-    dk_NCK = _add_mm(dk_NCK, (dkk_NCC + dkk_NCC.mT).to(work), x.k_NCK)
+    # Between tokens of the chunk: dM = dO U^T and dA = -dR U^T.
+    derase_NCC = mm(dr_NCV, u_NCV.mT).tril_(-1).mul_(-1 / x.scale)
+    dbeta_NC += (derase_NCC * pairs[1]).sum(-1)
+    dpairs = [mm(do_NRV, u_NCV.mT), derase_NCC.mul_(x.beta_NC1)]
+    dk_pairs_NCK, (dq_pairs_NRK, dk_rows_NCK), db_pairs_NCJ = decay.pairs_back(
+        x.k_NCK, [x.q_NRK, x.k_NCK], pairs, dpairs
+    )
+    dq_NRK += dq_pairs_NRK
+    dk_NCK += dk_pairs_NCK
+    dk_NCK += dk_rows_NCK
 
     # g_t moves b of every token from t on, and what leaves the chunk from all before.
-    rows_NC = enter_NC + pairs_NRC.sum(-1).unflatten(1, (-1, C)).sum(1) + x.beta_NC1[..., 0] * dbeta_NC
-    columns_NC = leave_NC + pairs_NRC.sum(1) - (x.rate_NC1.mT @ erased_NCC)[:, 0]
-    db_NC = (rows_NC - columns_NC).flip(-1).cumsum(-1).flip(-1)
-    return dq_NRK, dk_NCK, db_NC + (leave_NC.sum(-1) + keep_N)[:, None], dbeta_NC
-
-
-def _pack(x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks) -> Tensor:
-    """x_BTH* -> [N, G * C, *]: the G queries of a state lie one after the other."""
-    x = chunks.pack(x_BTH.to(dtype))
-    return x.reshape(x.shape[0] * num_states, -1, *x.shape[3:])
-
-
-def _unpack(y: Tensor, num_heads: int, dtype: torch.dtype, chunks: Chunks) -> Tensor:
-    """The inverse of _pack."""
-    return chunks.unpack(y.to(dtype).view(-1, num_heads, chunks.size, *y.shape[2:]))
-
-
-def _exp2_(x: Tensor) -> Tensor:
-    """2^x in place, and 0 where products of two such numbers would leave the normal floating-point numbers: a CPU
-    multiplies those some hundred times slower. (Its exp is as slow wherever the result is near zero; exp2 is not.)"""
-    return torch.threshold_(x, 0.4 * math.log2(torch.finfo(x.dtype).tiny), -math.inf).exp2_()
-
-
-def _mul_rows_(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
-    """Multiply, in place, the rows of all queries by something each token has once."""
-    x_NRX.unflatten(1, (-1, gate_NCX.shape[1])).mul_(gate_NCX[:, None])
-    return x_NRX
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product in at least fp32."""
-    return torch.bmm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else torch.bmm(a, b)
-
-
-def _add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c + a b, in the place of c."""
-    return c.add_(_mm(a, b)) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
+    db_NCJ = (db_NCJ + db_pairs_NCJ).flip(1).cumsum(1).flip(1)
+    return dq_NRK, dk_NCK, db_NCJ + (leave_NCJ.sum(1, keepdim=True) + keep_N1J), dbeta_NC
 
 
 def _unit_inverse(a_NCC: Tensor) -> Tensor:

@@ -30,10 +30,11 @@ class Norm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight).to(x.dtype)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:

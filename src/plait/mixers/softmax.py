@@ -5,8 +5,10 @@ Shapes: B rows, T tokens, D = d_model, H query heads, G KV heads, E head_dim, S 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,40 @@ class KeyValues(State):
         return None if length >= most else f"a window of {self.window_size} tokens no longer holds what came before"
 
 
+class _Groups:
+    """KV heads with unequal numbers of query heads: those with equal numbers are computed together, none is expanded.
+
+    They lie in the cache in the order of these runs.
+    """
+
+    def __init__(self, kv_map: tuple[int, ...]):
+        sizes = Counter(kv_map)
+        self.kv_order = sorted(sizes, key=lambda kv: sizes[kv])
+        self.q_order = [head for kv in self.kv_order for head, own in enumerate(kv_map) if own == kv]
+        self.back = [self.q_order.index(head) for head in range(len(kv_map))]
+        self.runs = [(size, len(list(run))) for size, run in groupby(sizes[kv] for kv in self.kv_order)]
+        """(query heads of each KV head, KV heads)"""
+
+    def each(self, attend: Callable[..., Tensor], q, k, v, state: KeyValues | None, seq: Seq, sink) -> Tensor:
+        """attend on every run, outputs in the order of the query heads."""
+        key = ("groups", *self.q_order)
+        kv_order, q_order, back = seq.once(
+            key, lambda: [torch.tensor(x, device=q.device) for x in (self.kv_order, self.q_order, self.back)]
+        )
+        q, k, v = q[:, :, q_order], k[:, :, kv_order], v[:, :, kv_order]
+        sink = None if sink is None else sink[q_order]
+        outs, first_q, first_kv = [], 0, 0
+        for size, count in self.runs:
+            heads, groups = slice(first_q, first_q + size * count), slice(first_kv, first_kv + count)
+            own = None
+            if state is not None:
+                own = KeyValues(state.k_SLGE[:, :, groups], state.v_SLGE[:, :, groups], state.window_size)
+            parts = (q[:, :, heads], k[:, :, groups], v[:, :, groups])
+            outs.append(attend(*parts, own, seq, None if sink is None else sink[heads]))
+            first_q, first_kv = heads.stop, groups.stop
+        return torch.cat(outs, 2)[:, :, back]
+
+
 class SoftmaxAttention(Mixer):
     POINTS = ("q", "k", "v", "heads", "out")
 
@@ -76,6 +112,7 @@ class SoftmaxAttention(Mixer):
         self.q_norm = Norm("rms", sizes[0], config.norm_eps) if sizes else None
         self.k_norm = Norm("rms", sizes[1], config.norm_eps) if sizes else None
         self.sink = nn.Parameter(torch.empty(H)) if config.sink else None
+        self.groups = _Groups(config.kv_map) if config.kv_map else None
 
     def init_weights(self, std: float, generator: torch.Generator) -> None:
         for module in (self.q, self.k, self.v, self.o, self.gate):
@@ -96,17 +133,22 @@ class SoftmaxAttention(Mixer):
 
     def heads(self, x_BTD: Tensor, state: KeyValues | None, seq: Seq) -> tuple[Tensor, KeyValues | None]:
         q, k, v = self._qkv(x_BTD, seq)
-        if self.backend == "naive":
-            o = self._each(q, k, v, state, seq, self._naive)
-        elif state is None:
-            o = attend(q, k, v, seq, window_size=self.config.window_size, sink=self.sink)
-        elif seq.dense:
-            o = self._cached(q, k, v, state, seq.position_BT, seq.max_past)
+        if self.groups is None:
+            o = self._attend(q, k, v, state, seq, self.sink)
         else:
-            o = self._each(q, k, v, state, seq, lambda *row: self._cached(*row, seq.max_past))
+            o = self.groups.each(self._attend, q, k, v, state, seq, self.sink)
         if self.gate is not None:
             o = o * torch.sigmoid(self.gate(x_BTD)).view_as(o)
         return o, state
+
+    def _attend(self, q, k, v, state: KeyValues | None, seq: Seq, sink: Tensor | None) -> Tensor:
+        if self.backend == "naive":
+            return self._each(q, k, v, state, seq, lambda *row: self._naive(*row, sink))
+        if state is None:
+            return attend(q, k, v, seq, window_size=self.config.window_size, sink=sink, backend=self.backend)
+        if seq.dense:
+            return self._cached(q, k, v, state, seq.position_BT, seq.max_past, sink)
+        return self._each(q, k, v, state, seq, lambda *row: self._cached(*row, seq.max_past, sink))
 
     def _qkv(self, x_BTD: Tensor, seq: Seq) -> tuple[Tensor, Tensor, Tensor]:
         config, E = self.config, self.config.head_dim
@@ -127,28 +169,28 @@ class SoftmaxAttention(Mixer):
             q = (q * scale_BT[..., None, None]).to(q.dtype)
         return self.taps["q"](q, seq), self.taps["k"](k, seq), self.taps["v"](v, seq)
 
-    def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, max_past: int) -> Tensor:
+    def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, max_past: int, sink: Tensor | None) -> Tensor:
         """Dense rows that may be at different lengths: attend to what the cache holds and to the new tokens."""
         window, T = self.config.window_size, q.shape[1]
         if window is None:
             state.write(k, v, position_BT)
             if max_past == 0 and T > 1:
-                return attend(q, k, v, None, sink=self.sink)
+                return attend(q, k, v, None, sink=sink)
             bound = state.size if T == 1 else max_past + T  # a single step must not depend on a changing number
             slots = torch.arange(bound, device=q.device)
             return attend_masked(
-                q, state.k_SLGE[:, :bound], state.v_SLGE[:, :bound], position_BT, slots[None], None, self.sink
+                q, state.k_SLGE[:, :bound], state.v_SLGE[:, :bound], position_BT, slots[None], None, sink
             )
         if T == 1:
             state.write(k, v, position_BT)
             positions = state.slot_positions(position_BT + 1)
-            return attend_masked(q, state.k_SLGE, state.v_SLGE, position_BT, positions, window, self.sink)
+            return attend_masked(q, state.k_SLGE, state.v_SLGE, position_BT, positions, window, sink)
         past = state.history(position_BT[:, :1])
-        o = attend(q, k, v, None, window_size=window, sink=self.sink, past=past, position_BT=position_BT)
+        o = attend(q, k, v, None, window_size=window, sink=sink, past=past, position_BT=position_BT)
         state.write(k, v, position_BT)
         return o
 
-    def _naive(self, q, k, v, state: KeyValues | None, position_1T: Tensor) -> Tensor:
+    def _naive(self, q, k, v, state: KeyValues | None, position_1T: Tensor, sink: Tensor | None) -> Tensor:
         """One sequence: every key and an explicit mask."""
         positions = position_1T
         if state is not None:
@@ -161,7 +203,7 @@ class SoftmaxAttention(Mixer):
             state.write(k, v, position_1T)
             k, v = torch.cat((past_k.to(k), k), 1), torch.cat((past_v.to(v), v), 1)
             positions = torch.cat((past_positions, positions), 1)
-        return attend_naive(q, k, v, position_1T, positions, self.config.window_size, self.sink)
+        return attend_naive(q, k, v, position_1T, positions, self.config.window_size, sink)
 
     @staticmethod
     def _each(q, k, v, state: KeyValues | None, seq: Seq, fn: Callable[..., Tensor]) -> Tensor:

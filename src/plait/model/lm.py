@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.mixers import Backend
-from plait.mixers.base import linear
+from plait.mixers.base import linear, resolve
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
 from plait.model.block import Block
@@ -32,6 +32,7 @@ class LM(nn.Module):
     ):
         super().__init__()
         self.spec = spec
+        self.backend, self._resolved = backend, ""
         device = torch.device(device or "cpu")
         with torch.device("meta"):
             self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
@@ -89,6 +90,7 @@ class LM(nn.Module):
         """
         if tokens_BT.ndim != 2 or 0 in tokens_BT.shape:
             raise ValueError(f"tokens: shape {tuple(tokens_BT.shape)}; it must be [rows, tokens], neither empty")
+        self._resolve_backend(tokens_BT.device)
         seq = self._sequences(tokens_BT, mask, cu_seqlens, cache)
         x = self.embed(seq.strip(tokens_BT))
         if self.spec.embed_multiplier != 1:
@@ -99,6 +101,14 @@ class LM(nn.Module):
         if cache is not None:
             cache.advance(seq)
         return seq.pad(x)
+
+    def _resolve_backend(self, device: torch.device) -> None:
+        """What fla and auto mean depends on where the model is, which is known when it runs."""
+        if self.backend in ("fla", "auto") and self._resolved != device.type:
+            backend = resolve(self.backend, device, self.embed.weight.dtype)
+            for block in self.blocks:
+                block.mixer.set_backend(backend)
+            self._resolved = device.type
 
     def _sequences(self, tokens_BT, mask, cu_seqlens, cache: Cache | None) -> Seq:
         if cache is None:

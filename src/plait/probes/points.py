@@ -1,8 +1,8 @@
 """Capture and patch on the named points of a model.
 
 layers.{i}.in | mixer.q | mixer.k | mixer.v | mixer.decay | mixer.beta | mixer.heads | mixer.out | mlp.out | out: those
-that a layer has, the same in training, prefill and decode. Tensors are [B, T, ...] in the caller's own form: under a
-mask, zero at padded positions.
+that a layer has, the same in training, prefill and decode; of heads(...) and mix(...) also mixer.parts.{j}.q and so on.
+Tensors are [B, T, ...] in the caller's own form: under a mask, zero at padded positions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def points(model: LM) -> dict[str, Tap]:
     """Every named point of a model, in order of layers."""
     found = {}
     for i, block in enumerate(model.blocks):
-        mixer = {f"mixer.{name}": tap for name, tap in block.mixer.taps.items()}
+        mixer = {f"mixer.{name}": tap for name, tap in block.mixer.points().items()}
         own = {"in": block.taps["in"], **mixer, "mlp.out": block.taps["mlp_out"], "out": block.taps["out"]}
         found |= {f"layers.{i}.{name}": tap for name, tap in own.items()}
     return found

@@ -1,0 +1,235 @@
+"""What recurrences computed in chunks share: packing, products in at least fp32, and decays inside a chunk.
+
+A decay g_t <= 0 (its log) is one number a head or one a key channel. With b = cumsum(g) inside a chunk of C tokens, a
+recurrence needs enter = exp(b), leave = exp(b_C - b), and for rows x (queries, or keys that erase) the pair sums
+
+    P_ts = scale * sum_c x_tc k_sc exp(b_tc - b_sc)        for s <= t, else 0.
+
+A scalar decay leaves the sum over channels a matrix product. One per channel does not, and exp(b_t) exp(-b_s) would
+overflow. So pairs are split by halves: in a block of 2h tokens those with t in the right half and s in the left are
+(x_t exp(b_t - r)) (k_s exp(r - b_s)) with r at the middle: a product of matrices in which no factor exceeds one. Of
+log2(C) such levels every pair lies in exactly one. The factors are products of decays within the halves, so they are
+multiplied together from one level to the next and nothing cancels.
+
+Shapes: N = chunks * states, C tokens of a chunk, G queries a state, R = G * C, K key size, J 1 or K.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from plait.mixers.seq import Chunks
+
+LOG2_E = 1.4426950408889634
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """At least fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def runs_in_bf16(*operands: Tensor) -> bool:
+    return all(x.is_cuda and x.dtype == torch.bfloat16 for x in operands)
+
+
+def decay_of_state(g_BS: Tensor) -> Tensor:
+    """exp(g) [B, S] or [B, S, K], to multiply a state [B, S, K, V] with."""
+    return g_BS.exp()[..., None] if g_BS.ndim == 3 else g_BS.exp()[..., None, None]
+
+
+def fit_chunk(size: int, longest: int) -> int:
+    """A smaller chunk where sequences are short."""
+    if size < 16 or size & (size - 1):
+        raise ValueError(f"chunk_size: {size}; it must be a power of two, at least 16")
+    while size > 16 and size >= 2 * longest:
+        size //= 2
+    return size
+
+
+def pack(x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks) -> Tensor:
+    """x_BTH* -> [N, G * C, *]: the G queries of a state lie one after the other."""
+    x = chunks.pack(x_BTH.to(dtype))
+    return x.reshape(x.shape[0] * num_states, -1, *x.shape[3:])
+
+
+def unpack(y: Tensor, num_heads: int, dtype: torch.dtype, chunks: Chunks) -> Tensor:
+    """The inverse of pack."""
+    return chunks.unpack(y.to(dtype).view(-1, num_heads, chunks.size, *y.shape[2:]))
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product in at least fp32."""
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else torch.bmm(a, b)
+
+
+def add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c + a b, in the place of c."""
+    return c.add_(mm(a, b)) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
+
+
+def mul_rows(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
+    """Rows of all queries times something each token has once."""
+    return (x_NRX.unflatten(1, (-1, gate_NCX.shape[1])) * gate_NCX[:, None]).flatten(1, 2)
+
+
+def mul_rows_(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
+    """The same in place."""
+    x_NRX.unflatten(1, (-1, gate_NCX.shape[1])).mul_(gate_NCX[:, None])
+    return x_NRX
+
+
+def sum_rows(x_NRX: Tensor, size: int) -> Tensor:
+    """Sum over the queries of a token: [N, C, *]."""
+    return x_NRX if x_NRX.shape[1] == size else x_NRX.unflatten(1, (-1, size)).sum(1)
+
+
+def least(dtype: torch.dtype) -> float:
+    """Products of two factors below this would leave the normal floating-point numbers, which a CPU multiplies some
+    hundred times slower: they count as 0."""
+    return torch.finfo(dtype).tiny ** 0.4
+
+
+def exp2_(x: Tensor) -> Tensor:
+    """2^x in place, 0 below `least`. (A CPU's exp is slow wherever the result is near zero; exp2 is not.)"""
+    return torch.threshold_(x, math.log2(least(x.dtype)), -math.inf).exp2_()
+
+
+def make_decay(g_BTS: Tensor, dtype: torch.dtype, scale: float, chunks: Chunks) -> ScalarDecay | ChannelDecay:
+    """Of g [B, T, S], or [B, T, S, K] with one decay a channel."""
+    num_states = g_BTS.shape[2]
+    if g_BTS.ndim == 4:
+        return ChannelDecay(pack(g_BTS, dtype, num_states, chunks), scale)
+    return ScalarDecay(pack(g_BTS, torch.float64, num_states, chunks), dtype, scale)
+
+
+class ScalarDecay:
+    """One decay a head."""
+
+    saves_pairs = False
+    """pair sums are cheaper made again in the backward pass than kept"""
+
+    def __init__(self, g_NC: Tensor, dtype: torch.dtype, scale: float):
+        # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
+        sum_NC = (g_NC * LOG2_E).cumsum(-1)
+        steps_NCC = (sum_NC[:, :, None] + math.log2(scale) - sum_NC[:, None, :]).to(dtype).tril_()
+        self.pair_NCC = exp2_(steps_NCC).tril_()
+        """scale exp(b_t - b_s)"""
+        self.enter_NCJ = exp2_(sum_NC[..., None].to(dtype, copy=True))
+        self.leave_NCJ = exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(dtype))
+
+    @staticmethod
+    def fold(x_NCK: Tensor) -> Tensor:
+        """The gradient of a log decay from that of each channel."""
+        return x_NCK.sum(-1, keepdim=True)
+
+    def pairs(self, k_NCK: Tensor, *rows: Tensor) -> list[Tensor]:
+        """P_NRC of each of `rows` [N, R, K]."""
+        return [mul_rows_(mm(x_NRK, k_NCK.mT), self.pair_NCC) for x_NRK in rows]
+
+    def pairs_back(
+        self, k_NCK: Tensor, rows: list[Tensor], pairs: list[Tensor], grads: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Gradients of k [N, C, K], of the rows, and of b [N, C, 1], from those of the pair sums; overwrites both."""
+        dk_NCK, drows, db_NC = None, [], 0
+        for x_NRK, p_NRC, dp_NRC in zip(rows, pairs, grads, strict=True):
+            # The gradient of b_t - b_s is that of P_ts times P_ts: row sums minus column sums. (q dq - k dk is the
+            # same sum, but in bf16 what should cancel there has been rounded apart.)
+            moved_NRC = p_NRC.mul_(dp_NRC)
+            db_NC = db_NC + sum_rows(moved_NRC.sum(-1), k_NCK.shape[1]) - moved_NRC.sum(1)
+            d_NRC = mul_rows_(dp_NRC, self.pair_NCC).to(k_NCK.dtype)
+            drows.append(mm(d_NRC, k_NCK))
+            dk_NCK = mm(d_NRC.mT, x_NRK) if dk_NCK is None else add_mm(dk_NCK, d_NRC.mT, x_NRK)
+        assert dk_NCK is not None and isinstance(db_NC, Tensor)
+        return dk_NCK, drows, db_NC[..., None]
+
+
+class ChannelDecay:
+    """One decay a key channel."""
+
+    saves_pairs = True
+
+    def __init__(self, g_NCK: Tensor, scale: float):
+        self.factor_NCK = exp2_(g_NCK * LOG2_E)
+        self.scale = scale
+        self.enter_NCJ, self.leave_NCJ = self.factor_NCK.clone(), torch.ones_like(g_NCK)
+        h = 1
+        while h < g_NCK.shape[1]:
+            self._double(self.enter_NCJ, self.leave_NCJ, h)
+            h *= 2
+
+    @staticmethod
+    def fold(x_NCK: Tensor) -> Tensor:
+        return x_NCK
+
+    @staticmethod
+    def _double(enter_NCK: Tensor, leave_NCK: Tensor, h: int) -> None:
+        """From halves of h tokens to blocks of 2h: enter holds the product of the decays from the first token of a
+        half to token t, leave that from the one after token s to the last."""
+        enter, leave = (x.unflatten(1, (-1, 2, h)) for x in (enter_NCK, leave_NCK))
+        small = least(enter.dtype)
+        leave[:, :, 0].mul_(enter[:, :, 1, -1:])
+        torch.threshold_(leave[:, :, 0], small, 0.0)
+        enter[:, :, 1].mul_(enter[:, :, 0, -1:])
+        torch.threshold_(enter[:, :, 1], small, 0.0)
+
+    def _levels(self, k_NCK: Tensor, rows_NXCK: Tensor):
+        """Of every level: (h, factors of the right halves, their rows [N * n, X * h, K], factors of the left halves,
+        their keys [N * n, h, K])."""
+        enter, leave, C = self.factor_NCK.clone(), torch.ones_like(self.factor_NCK), k_NCK.shape[1]
+        h = 1
+        while h < C:
+            enter_Nn1hK = enter.unflatten(1, (-1, 2, h))[:, :, 1, None]
+            leave_NnhK = leave.unflatten(1, (-1, 2, h))[:, :, 0]
+            right_NnXhK = rows_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2) * enter_Nn1hK
+            left_NnhK = k_NCK.unflatten(1, (-1, 2, h))[:, :, 0] * leave_NnhK
+            right, left = right_NnXhK.to(k_NCK.dtype).flatten(0, 1), left_NnhK.to(k_NCK.dtype).flatten(0, 1)
+            yield h, enter_Nn1hK, right.flatten(1, 2), leave_NnhK, left
+            self._double(enter, leave, h)
+            h *= 2
+
+    @staticmethod
+    def _blocks(p_NXCC: Tensor, h: int) -> Tensor:
+        """The entries of one level, right halves against left ones: a view [N, X, h, h, n]."""
+        n = p_NXCC.shape[-1] // (2 * h)
+        p = p_NXCC.unflatten(3, (n, 2, h)).unflatten(2, (n, 2, h))
+        return p[:, :, :, 1, :, :, 0].diagonal(dim1=2, dim2=4)
+
+    def pairs(self, k_NCK: Tensor, *rows: Tensor) -> list[Tensor]:
+        C = k_NCK.shape[1]
+        x_NXCK = self._stack(rows, C)
+        p_NXCC = self.factor_NCK.new_zeros(*x_NXCK.shape[:3], C)
+        for h, _, right, _, left in self._levels(k_NCK, x_NXCK):
+            block = (right * left).sum(-1, keepdim=True) if h == 1 else mm(right, left.mT)
+            block = block.unflatten(0, (len(k_NCK), -1)).unflatten(2, (-1, h))  # N, n, X, h, h
+            self._blocks(p_NXCC, h).copy_(block.permute(0, 2, 3, 4, 1))
+        p_NXCC.diagonal(dim1=2, dim2=3).copy_((x_NXCK * k_NCK[:, None]).sum(-1))
+        p_NXCC *= self.scale
+        return list(p_NXCC.flatten(1, 2).split([x.shape[1] for x in rows], 1))
+
+    def pairs_back(
+        self, k_NCK: Tensor, rows: list[Tensor], pairs: list[Tensor], grads: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], Tensor]:
+        C, work = k_NCK.shape[1], k_NCK.dtype
+        x_NXCK, dp_NXCC = self._stack(rows, C), self._stack(grads, C) * self.scale
+        dx_NXCK = torch.zeros_like(x_NXCK, dtype=self.factor_NCK.dtype)
+        dk_NCK = torch.zeros_like(k_NCK, dtype=self.factor_NCK.dtype)
+        for h, enter, right, leave, left in self._levels(k_NCK, x_NXCK):
+            d = self._blocks(dp_NXCC, h).permute(0, 4, 1, 2, 3).flatten(2, 3).flatten(0, 1).to(work)  # N * n, X * h, h
+            dright = (mm(d, left) if h > 1 else d * left).unflatten(1, (-1, h)).unflatten(0, (len(k_NCK), -1))
+            dleft = (mm(d.mT, right) if h > 1 else (d * right).sum(1, keepdim=True)).unflatten(0, (len(k_NCK), -1))
+            dx_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].add_((dright * enter).transpose(1, 2))
+            dk_NCK.unflatten(1, (-1, 2, h))[:, :, 0].addcmul_(dleft, leave)
+        db_NCK = (x_NXCK * dx_NXCK).sum(1) - k_NCK * dk_NCK
+        same_NXC1 = dp_NXCC.diagonal(dim1=2, dim2=3)[..., None]  # t = s: no decay lies between
+        dk_NCK += (same_NXC1 * x_NXCK).sum(1)
+        dx_NXCK += same_NXC1 * k_NCK[:, None]
+        return dk_NCK, list(dx_NXCK.flatten(1, 2).split([x.shape[1] for x in rows], 1)), db_NCK
+
+    @staticmethod
+    def _stack(rows, C: int) -> Tensor:
+        """[N, R, *] each -> [N, X, C, *], C rows of one query (or of the keys) after another."""
+        x = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        return x.unflatten(1, (-1, C))

@@ -1,0 +1,49 @@
+"""Gated linear attention as a mixer: a decay per key channel through a low-rank projection.
+
+Shapes: B rows, T tokens, D = d_model, H heads, K key size, V value size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.config import Gla
+from plait.mixers.base import linear
+from plait.mixers.norm import Norm
+from plait.mixers.recurrent import LinearRule, MemoryState, wide
+from plait.mixers.seq import Seq
+
+TEMPERATURE = 16
+"""alpha = sigmoid(.)^(1 / 16)"""
+
+
+class GatedLinearAttention(LinearRule):
+    POINTS = ("q", "k", "v", "decay", "heads", "out")
+
+    def __init__(self, config: Gla, d_model: int):
+        H, K, V = config.num_heads, config.key_dim, config.value_dim
+        super().__init__(config, H, H * (2 * K + V))
+        self.sizes = (H * K, H * K, H * V)
+        self.options = {"scale": K**-0.5}
+        self.q = linear(d_model, H * K)
+        self.k = linear(d_model, H * K)
+        self.v = linear(d_model, H * V)
+        self.decay_down = linear(d_model, config.gate_rank)
+        self.decay_up = linear(config.gate_rank, H * K, bias=True)
+        self.gate = linear(d_model, H * V) if config.output_gate else None
+        self.norm = Norm("rms", V, config.norm_eps)
+        self.o = linear(H * V, d_model)
+
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        self.init_parts(std, generator)
+
+    def heads(self, x_BTD: Tensor, state: MemoryState | None, seq: Seq) -> tuple[Tensor, MemoryState | None]:
+        x = self.convolve(torch.cat((self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)), -1), state, seq)
+        q, k, v = (y.unflatten(-1, (self.config.num_heads, -1)) for y in x.split(self.sizes, -1))
+        q, k = self.rotate(q, k, seq)
+        g = F.logsigmoid(wide(self.decay_up(self.decay_down(x_BTD)))).unflatten(-1, (self.config.num_heads, -1))
+        inputs = self.tapped(seq, q=q, k=k, v=v, decay=g / TEMPERATURE)
+        o = self.recur(inputs, state, seq)
+        return self.norm_and_gate(o, self.norm, None if self.gate is None else self.gate(x_BTD), "silu"), state

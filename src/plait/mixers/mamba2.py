@@ -1,0 +1,70 @@
+"""Mamba-2 (state-space duality, arXiv 2405.21060) as a mixer: linear attention with a decay per head, in which keys and
+queries (B and C) are shared by a group of heads and values are scaled by the step size.
+
+Shapes: B rows, T tokens, D = d_model, H heads, P head_dim, G groups, N state_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.config import Mamba2
+from plait.mixers.base import linear
+from plait.mixers.norm import Norm, rms_norm
+from plait.mixers.recurrent import LinearRule, MemoryState, init_dt_bias, wide
+from plait.mixers.seq import Seq
+
+
+class Mamba2Mixer(LinearRule):
+    POINTS = ("q", "k", "v", "decay", "heads", "out")
+
+    def __init__(self, config: Mamba2, d_model: int):
+        H, P, G, N = config.num_heads, config.head_dim, config.num_groups, config.state_dim
+        super().__init__(config, H, H * P + 2 * G * N, conv_bias=True)
+        self.sizes = (H * P, G * N, G * N)
+        self.options = {"scale": 1.0}
+        self.z = linear(d_model, H * P)
+        self.x = linear(d_model, H * P)
+        self.b = linear(d_model, G * N)
+        self.c = linear(d_model, G * N)
+        self.dt = linear(d_model, H)
+        self.A_log = nn.Parameter(torch.empty(H))
+        self.dt_bias = nn.Parameter(torch.empty(H))
+        self.skip = nn.Parameter(torch.empty(H))
+        self.norm_groups = config.num_groups if config.norm_groups is None else config.norm_groups
+        self.norm = Norm("rms", H * P, config.norm_eps) if self.norm_groups else None
+        self.o = linear(H * P, d_model)
+
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        self.init_parts(std, generator)
+        self.A_log.uniform_(1, 16, generator=generator).log_()
+        init_dt_bias(self.dt_bias, generator)
+        self.skip.fill_(1)
+
+    def heads(self, x_BTD: Tensor, state: MemoryState | None, seq: Seq) -> tuple[Tensor, MemoryState | None]:
+        config = self.config
+        x = torch.cat((self.x(x_BTD), self.b(x_BTD), self.c(x_BTD)), -1)
+        x = F.silu(x) if self.conv is None else self.convolve(x, state, seq)
+        heads = (config.num_heads, config.num_groups, config.num_groups)
+        x_BTHP, b_BTGN, c_BTGN = (y.unflatten(-1, (n, -1)) for y, n in zip(x.split(self.sizes, -1), heads, strict=True))
+        dt_BTH = F.softplus(wide(self.dt(x_BTD)) + wide(self.dt_bias))
+        v = (x_BTHP * dt_BTH[..., None]).to(x_BTHP.dtype)
+        inputs = self.tapped(seq, q=c_BTGN, k=b_BTGN, v=v, decay=-wide(self.A_log).exp() * dt_BTH)
+        q, k, v, g = inputs
+        if config.num_groups < config.num_heads:
+            q, k = (y.repeat_interleave(config.num_heads // config.num_groups, 2) for y in (q, k))
+        o = self.recur((q, k, v, g), state, seq)
+        o = o + (x_BTHP * wide(self.skip)[:, None]).to(o.dtype)
+        return self._gated(o, self.z(x_BTD).view_as(o)), state
+
+    def _gated(self, o_BTHP: Tensor, z_BTHP: Tensor) -> Tensor:
+        """SiLU gate and RMSNorm over groups of heads, in the order the config says."""
+        if self.norm is None:
+            return o_BTHP * F.silu(z_BTHP)
+        gate_first = self.config.gate_order == "gate_norm"
+        o_BTHP = wide(o_BTHP) * F.silu(wide(z_BTHP)) if gate_first else o_BTHP
+        grouped = o_BTHP.unflatten(2, (self.norm_groups, -1)).flatten(-2)  # B, T, norm groups, channels
+        o = rms_norm(grouped, self.norm.weight.view(self.norm_groups, -1), self.config.norm_eps).view_as(o_BTHP)
+        return o.to(z_BTHP.dtype) if gate_first else o * F.silu(z_BTHP)
