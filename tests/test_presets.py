@@ -169,7 +169,8 @@ def test_what_is_built_is_what_is_counted(name: str):
         ("004/Qwen3-1.7B", "full[qk_norm=head]"),
         (
             "004/HydraHead-3:1",
-            "heads(3:gdn, 1:nope[qk_norm=head, logn=loga, logn_base=500])[norm=true, scale=true, gate=true]",
+            "heads(3:gdn[rope_theta=1000000], 1:nope[qk_norm=head, logn=loga, logn_base=500])"
+            "[norm=true, scale=true, gate=true]",
         ),
         ("small/8M", "full"),
         ("SMALL/8m/GDN-NoPE-LH", "3*gdn nope"),

@@ -143,7 +143,7 @@ def _model_003(
     shape = Size(*size)
     recurrent = {"num_heads": shape.d_model // 128, "head_dim": 128, "expand_v": 2, "conv_size": 4}
     # Section 9: KDA's forget gates start `relatively small`, so that their product `rapidly approaches zero`. With
-    # dt_init = zero decays start between 0.5 and 1e-5 a step; with log_uniform, most are above 0.9.
+    # dt_init = zero decays start between 0.5 and 1e-5 a step; with log_uniform, more than half are above 0.9.
     overrides = {"kda": {**recurrent, "dt_init": "zero"}, "gdn": recurrent, "gla": {**recurrent, "expand_k": 1}}
     heads = {"num_kv_heads": kv_heads, "head_dim": head_dim}
     return {"layout": layout, **shape._asdict(), **heads, "vocab_size": vocab_size, "overrides": overrides}
@@ -161,8 +161,8 @@ MODELS_003 = {
     "transfer/GLA": _model_003("nope 3*gla", 16, 1024, 2688, 8, kv_heads=2),
 }
 
-# 004, section 4.2: Qwen3-1.7B, and its heads split as in the ablations of 5.3, the first to GDN, the last to attention.
-# The last heads are whole KV groups. Not here: RoPE on the queries and keys of GDN, and any choice of heads by layer.
+# 004, section 4.2: Qwen3-1.7B, and its heads split as in the ablations of 5.3, the first to GDN, the last, which are
+# whole KV groups, to attention. The published choice, by importance, differs from layer to layer: it needs a plan.
 
 QWEN3 = {
     **Size(28, 2048, 6144, 16)._asdict(),
@@ -171,7 +171,10 @@ QWEN3 = {
     "vocab_size": 151_936,
     "rope_theta": 1e6,
 }
-HYDRA = "heads({}:gdn, {}:nope[qk_norm=head, logn=loga, logn_base=500])[norm=true, scale=true, gate=true]"
+HYDRA = (
+    "heads({}:gdn[rope_theta=1000000], {}:nope[qk_norm=head, logn=loga, logn_base=500])"
+    "[norm=true, scale=true, gate=true]"
+)
 MODELS_004 = {
     "Qwen3-1.7B": {"layout": "full[qk_norm=head]", **QWEN3},
     "HydraHead-3:1": {"layout": HYDRA.format(3, 1), **QWEN3},
