@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -14,8 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from plait.config import Gdn, Mixer
+from plait.config import Gdn, Gla, Kda, Lightning, Mamba2, Mixer
 from plait.mixers import MixerModule
+from plait.mixers.gla import GatedLinearAttention
+from plait.mixers.lightning import LightningAttention
 from plait.mixers.seq import Seq
 
 D = 7
@@ -171,15 +175,35 @@ def test_autocast(config: Mixer, T: int, seed: int):
         assert error(found["output"], exact(x.double(), None, dense(2, T))[0]) <= 3e-2
 
 
+STRONG = {"strong": [4.0, 8.0], "weak": [-8.0, -12.0], "mixed": [6.0, -12.0]}
+LONG: dict[str, Mixer] = {
+    "gdn": Gdn(num_heads=2, num_kv_heads=2, num_v_heads=2, head_dim=8),
+    "kda": Kda(num_heads=2, head_dim=8),
+    "mamba2": Mamba2(num_heads=2, head_dim=8, state_dim=8),
+    "gla": Gla(num_heads=2, head_dim=8, expand_k=1),
+    "lightning": Lightning(num_heads=2, num_kv_heads=2, head_dim=8, slopes=(0.0, 0.0)),
+}
+
+
+@torch.no_grad()
+def set_decay(mixer: MixerModule, logs: list[float]) -> None:
+    """About exp(log) nats a token, for each of two heads."""
+    if isinstance(mixer, GatedLinearAttention):
+        mixer.decay_up.bias.copy_(-16 * torch.tensor(logs).exp().repeat_interleave(8).clamp(max=1e4))
+    elif isinstance(mixer, LightningAttention):
+        mixer.config = dataclasses.replace(mixer.config, slopes=tuple(math.exp(log) for log in logs))
+    else:
+        mixer.A_log.copy_(torch.tensor(logs))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("decay", ["strong", "weak", "mixed"])
-def test_long_input(decay: str, dtype: torch.dtype):
-    """T = 65,536: outputs, states and gradients stay finite, and the last outputs are those of a late start."""
-    T, late = 65_536, 512
-    config = Gdn(num_heads=2, num_kv_heads=2, num_v_heads=2, head_dim=8)
-    mixer = make_mixer(config, D, dtype=dtype)
-    with torch.no_grad():
-        mixer.A_log.copy_(torch.tensor({"strong": [4.0, 8.0], "weak": [-8.0, -12.0], "mixed": [6.0, -12.0]}[decay]))
+@pytest.mark.parametrize("decay", STRONG)
+@pytest.mark.parametrize("name", LONG)
+def test_long_input(name: str, decay: str, dtype: torch.dtype):
+    """T = 45,000: outputs, states and gradients stay finite, and the last outputs are those of a late start."""
+    T, late = 45_000, 512
+    mixer = make_mixer(LONG[name], D, dtype=dtype)
+    set_decay(mixer, STRONG[decay])
     x = torch.randn(1, T, D, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = gradients(mixer, x, dense(1, T))
     for name, value in found.items():
@@ -209,7 +233,7 @@ def test_bf16(config: Mixer, T: int, seed: int):
     exact = make_mixer(config, d_model, seed=seed, backend="naive")
     exact.load_state_dict(mixer.state_dict())
     x = torch.randn(2, T, d_model, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    got, rounded, want = (gradients(m, x.to(m.o.weight.dtype), dense(2, T)) for m in (mixer, naive, exact))
+    got, rounded, want = (gradients(m, x.to(next(m.parameters()).dtype), dense(2, T)) for m in (mixer, naive, exact))
     floor = 1e-2 * max(float(w.norm()) for w in want.values())
 
     def off(value: Tensor, name: str) -> float:
