@@ -128,10 +128,8 @@ def test_not_installed(monkeypatch):
 
 
 def test_sizes():
-    assert fla.why_not_sizes(16, 512, delta_rule=True) is None
-    assert fla.why_not_sizes(512, 512, delta_rule=False) is None
-    assert "at most 256" in fla.why_not_sizes(257, 64, delta_rule=True)
-    assert "16 or more" in fla.why_not_sizes(64, 8, delta_rule=False)
+    assert fla.why_not_delta(256) is None
+    assert "at most 256" in fla.why_not_delta(257)
 
 
 # ---- on a GPU
@@ -155,12 +153,13 @@ def linear_inputs(seq: Seq, dtype: torch.dtype, *, channels: bool, K=32, V=64, H
 @layouts
 @dtypes
 @pytest.mark.parametrize("channels", [False, True])
-def test_linear(layout, dtype, channels):
+@pytest.mark.parametrize("sizes", [{}, {"K": 8, "V": 12}], ids=["", "small"])
+def test_linear(layout, dtype, channels, sizes):
     seq = seq_of(layout)
     compare(
         lambda *x: fla.linear_fla(*x, seq, scale=0.3),
         lambda *x: linear_chunk(*x, seq, scale=0.3),
-        linear_inputs(seq, dtype, channels=channels),
+        linear_inputs(seq, dtype, channels=channels, **sizes),
         "q k v g state",
     )
 
@@ -177,8 +176,15 @@ def delta_inputs(seq: Seq, dtype: torch.dtype, *, channels: bool, S=2, G=1, K=32
 @dtypes
 @pytest.mark.parametrize(
     ("channels", "sizes"),
-    [(False, {}), (False, {"G": 3, "K": 46, "V": 46}), (True, {}), (True, {"G": 2, "K": 64, "V": 128})],
-    ids=["gdn", "gdn-grouped", "kda", "kda-grouped"],
+    [
+        (False, {}),
+        (False, {"G": 3, "K": 46, "V": 46}),
+        (False, {"K": 8}),
+        (True, {}),
+        (True, {"G": 2, "K": 64, "V": 128}),
+        (True, {"K": 8, "V": 4}),
+    ],
+    ids=["gdn", "gdn-grouped", "gdn-small", "kda", "kda-grouped", "kda-small"],
 )
 def test_delta(layout, dtype, channels, sizes):
     seq = seq_of(layout)
@@ -210,11 +216,13 @@ def test_without_gradients_the_direct_kernels_run(dtype, channels):
 @gpu
 @dtypes
 @pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"K": 8, "V": 12}], ids=["", "small"])
 @torch.no_grad()
-def test_decoding_goes_on_from_a_prefill(dtype, channels):
+def test_decoding_goes_on_from_a_prefill(dtype, channels, sizes):
     B, T, steps = 3, 40, 4
     whole, first, one = (Seq.build((B, n), DEVICE) for n in (T + steps, T, 1))
-    x, y = linear_inputs(whole, dtype, channels=channels), delta_inputs(whole, dtype, channels=channels, G=3)
+    x = linear_inputs(whole, dtype, channels=channels, **sizes)
+    y = delta_inputs(whole, dtype, channels=channels, G=3, **sizes)
     for inputs, run, chunk in (
         (x, lambda *z: fla.linear_fla(*z, scale=0.3), lambda *z: linear_chunk(*z, scale=0.3)),
         (y, fla.delta_fla, delta_chunk),

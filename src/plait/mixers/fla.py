@@ -10,6 +10,9 @@ Shapes: B rows, T tokens a row, H query heads, S states a row, G = H / S, K key 
 W convolution width, E head_dim, N sequences.
 """
 
+# fla and triton are not where the checker runs
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from functools import cache
@@ -28,7 +31,7 @@ from plait.mixers.seq import Seq
 OLDEST, TOO_NEW = "0.6.0", "0.7.0"
 """versions of fla: what this file was written for, and the first whose interface it does not know"""
 MIN_SIZE = 16
-"""of keys and values: the least that a Triton matrix product takes"""
+"""of keys and values: the least that a Triton matrix product takes; smaller ones are padded"""
 MAX_DELTA_KEY = 256
 """fla's delta-rule kernels keep all of K on chip (asserted in chunk_delta_h.py and kda/chunk.py)"""
 MAX_ATTENTION_HEAD = 256
@@ -48,12 +51,10 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-def why_not_sizes(key_size: int, value_size: int, *, delta_rule: bool) -> str | None:
-    """Why this backend cannot take heads of these sizes, in one line; None if it can."""
-    if min(key_size, value_size) < MIN_SIZE:
-        return f"key and value sizes {key_size} and {value_size}; its kernels take {MIN_SIZE} or more"
-    if delta_rule and key_size > MAX_DELTA_KEY:
-        return f"key size {key_size}; its delta-rule kernels take at most {MAX_DELTA_KEY}"
+def why_not_delta(key_size: int) -> str | None:
+    """Why this backend cannot take a delta rule with keys of this size, in one line; None if it can."""
+    if key_size > MAX_DELTA_KEY:
+        return f"key size {key_size}; its delta-rule kernels take at most {MAX_DELTA_KEY}; use backend torch"
     return None
 
 
@@ -81,14 +82,17 @@ def linear_fla(
     g: [B, T, H], a decay per head (Mamba-2, Lightning), or [B, T, H, K], one per channel (GLA).
     """
     _check(q_BTHK, k_BTHK, v_BTHV)
-    _check_sizes(q_BTHK, v_BTHV, delta_rule=False)
     if not q_BTHK.numel():
         return _nothing(q_BTHK, v_BTHV, state_BHKV, seq)
+    return _padded(lambda *x: _linear(*x, seq, scale=scale), q_BTHK, k_BTHK, v_BTHV, g.float(), state_BHKV)
+
+
+def _linear(q_BTHK, k_BTHK, v_BTHV, g, state_BHKV, seq: Seq, *, scale: float) -> tuple[Tensor, Tensor]:
     from fla.ops.gla import chunk_gla, fused_recurrent_gla
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
-    inputs, g = (q_BTHK, k_BTHK, v_BTHV), g.float()
-    per_channel, grads = g.ndim == 4, _wants_grad(q_BTHK, k_BTHK, v_BTHV, g, state_BHKV)
+    inputs, per_channel = (q_BTHK, k_BTHK, v_BTHV), g.ndim == 4
+    grads = _wants_grad(*inputs, g, state_BHKV)
     common = {"scale": scale, "output_final_state": True}
     if seq.dense and q_BTHK.shape[1] == 1 and not grads:
         if per_channel:
@@ -109,25 +113,31 @@ def delta_fla(
     g: [B, T, S] (Gated DeltaNet), or [B, T, S, K] applied before the delta step (Kimi Delta Attention).
     """
     _check(q_BTHK, k_BTSK, v_BTSV)
-    _check_sizes(k_BTSK, v_BTSV, delta_rule=True)
+    reason = why_not_delta(k_BTSK.shape[-1])
+    if reason is not None:
+        raise ValueError(f"backend fla: {reason}")
     if not q_BTHK.numel():
         return _nothing(q_BTHK, v_BTSV, state_BSKV, seq)
+    beta, scale = beta_BTS.float(), k_BTSK.shape[-1] ** -0.5
+    return _padded(lambda *x: _delta(*x, beta, seq, scale=scale), q_BTHK, k_BTSK, v_BTSV, g.float(), state_BSKV)
+
+
+def _delta(q_BTHK, k_BTSK, v_BTSV, g, state_BSKV, beta_BTS, seq: Seq, *, scale: float) -> tuple[Tensor, Tensor]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
 
     grads = _wants_grad(q_BTHK, k_BTSK, v_BTSV, g, beta_BTS, state_BSKV)
-    gates = (g.float(), beta_BTS.float())
     if seq.dense and q_BTHK.shape[1] == 1 and not grads:
-        return _delta_step(q_BTHK, k_BTSK, v_BTSV, *gates, state_BSKV)
+        return _delta_step(q_BTHK, k_BTSK, v_BTSV, g, beta_BTS, state_BSKV, scale=scale)
     # fla's grouping goes the other way (several values for one key), so here each query of a group has a copy of the
     # state. They are equal; the first one of each group is returned.
     G = q_BTHK.shape[2] // k_BTSK.shape[2]
-    k, v, g, beta = (_repeat(x, G, 2) for x in (k_BTSK, v_BTSV, *gates))
+    k, v, g, beta = (_repeat(x, G, 2) for x in (k_BTSK, v_BTSV, g, beta_BTS))
     if g.ndim == 3 and grads and needs_detour():
         g = g[..., None].expand(k.shape)
     op = chunk_kda if g.ndim == 4 else chunk_gated_delta_rule
     o, state = _by_sequence(
-        lambda **packing: op(q_BTHK, k, v, g, beta, output_final_state=True, **packing),
+        lambda **packing: op(q_BTHK, k, v, g, beta, scale=scale, output_final_state=True, **packing),
         None if state_BSKV is None else _repeat(state_BSKV, G, 1),
         k,
         v,
@@ -136,7 +146,7 @@ def delta_fla(
     return o, state[:, ::G] if G > 1 else state
 
 
-def _delta_step(q_B1HK, k_B1SK, v_B1SV, g, beta_B1S, state_BSKV) -> tuple[Tensor, Tensor]:
+def _delta_step(q_B1HK, k_B1SK, v_B1SV, g, beta_B1S, state_BSKV, *, scale: float) -> tuple[Tensor, Tensor]:
     """One token. The queries of a group follow each other as tokens, so that they share the state: all but the first
     come with neither decay nor beta, and write nothing."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
@@ -148,7 +158,7 @@ def _delta_step(q_B1HK, k_B1SK, v_B1SV, g, beta_B1S, state_BSKV) -> tuple[Tensor
         F.pad(x, (0, 0) * (x.ndim - 2) + (0, G - 1)) if G > 1 else x for x in (k_B1SK, v_B1SV, g, beta_B1S)
     )
     op = fused_recurrent_kda if g.ndim == 4 else fused_recurrent_gated_delta_rule
-    o_BGSV, state = op(q_BGSK, k, v, g=g, beta=beta, initial_state=state_BSKV, output_final_state=True)
+    o_BGSV, state = op(q_BGSK, k, v, g=g, beta=beta, scale=scale, initial_state=state_BSKV, output_final_state=True)
     return o_BGSV.transpose(1, 2).flatten(1, 2)[:, None], state
 
 
@@ -233,12 +243,6 @@ def _check(*tensors: Tensor) -> None:
             raise ValueError("backend fla: float64 tensors; its kernels take float32 and bfloat16; use backend torch")
 
 
-def _check_sizes(k_BTHK: Tensor, v_BTHV: Tensor, *, delta_rule: bool) -> None:
-    reason = why_not_sizes(k_BTHK.shape[-1], v_BTHV.shape[-1], delta_rule=delta_rule)
-    if reason is not None:
-        raise ValueError(f"backend fla: {reason}; use backend torch")
-
-
 def _wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -267,6 +271,19 @@ def _packing(seq: Seq) -> tuple[Tensor | None, Tensor | None]:
         return offsets, None if len(kept) == seq.num_sequences else torch.tensor(kept, device=seq.device)
 
     return seq.once("fla packing", make)
+
+
+def _padded(run, q_BTHK, k_BTSK, v_BTSV, g, state_BSKV) -> tuple[Tensor, Tensor]:
+    """run(q, k, v, g, state) -> (o, state), small heads padded with zero channels: they neither read nor write."""
+    K, V = k_BTSK.shape[-1], v_BTSV.shape[-1]
+    more_k, more_v = max(MIN_SIZE - K, 0), max(MIN_SIZE - V, 0)
+    if not more_k and not more_v:
+        return run(q_BTHK, k_BTSK, v_BTSV, g, state_BSKV)
+    q, k = (F.pad(x, (0, more_k)) for x in (q_BTHK, k_BTSK))
+    g = F.pad(g, (0, more_k)) if g.ndim == 4 else g
+    state = None if state_BSKV is None else F.pad(state_BSKV, (0, more_v, 0, more_k))
+    o, state = run(q, k, F.pad(v_BTSV, (0, more_v)), g, state)
+    return o[..., :V], state[..., :K, :V]
 
 
 def _by_sequence(run, state_NSKV: Tensor | None, k_BTSK: Tensor, v_BTSV: Tensor, seq: Seq) -> tuple[Tensor, Tensor]:

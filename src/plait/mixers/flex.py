@@ -37,6 +37,7 @@ def attend_flex(
         q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
     )
     if sink_H is not None:
+        assert aux.lse is not None
         o_BHTE = (o_BHTE * torch.sigmoid(aux.lse - sink_H[:, None])[..., None]).to(o_BHTE.dtype)
     return o_BHTE.transpose(1, 2)
 
@@ -51,7 +52,7 @@ def block_mask(seq: Seq, window_size: int | None) -> BlockMask:
     N = seq.lengths[0] if seq.dense else sum(seq.lengths)
     first_N = torch.zeros(N, dtype=torch.long, device=seq.device) if seq.dense else seq.starts_S[seq.row_N]
     if window_size is not None:  # of each query, the first key that it sees
-        first_N = torch.maximum(first_N, torch.arange(N, device=seq.device) - window_size + 1)
+        first_N = torch.maximum(first_N, torch.arange(1 - window_size, N + 1 - window_size, device=seq.device))
 
     def sees(b, h, q, k):
         return (k <= q) & (k >= first_N[q])
