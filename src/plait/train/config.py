@@ -62,6 +62,8 @@ class TrainConfig:
         clip_from: run directory whose recorded clip coefficients are used instead of this run's own norm
         seed: of weights and data
         precision: auto is bf16 autocast on a GPU and fp32 on the CPU
+        backend: what computes recurrences: torch, fla (flash-linear-attention, CUDA only), auto (fla where it is
+            there), or naive (token by token, for checks)
         freeze: what is held still and when, as recurrent:0-250 or gdn.mixer:175-,nope:0-100
         eval_every: updates between measurements of held-out data; 0: only at the end
         eval_rows: held-out rows of each gap, or windows of text, that are measured
@@ -81,6 +83,7 @@ class TrainConfig:
     clip_from: Path | None = None
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
+    backend: Literal["naive", "torch", "fla", "auto"] = "torch"
     freeze: tuple[str, ...] = ()
     eval_every: int = 100
     eval_rows: int = 200

@@ -22,6 +22,7 @@ from plait import records
 from plait.config import select_layers
 from plait.data import IGNORE, Group, Task
 from plait.files import write_json
+from plait.mixers.base import resolve
 from plait.model.io import load
 from plait.model.lm import LM
 from plait.records import Record
@@ -66,11 +67,15 @@ def train(
     branch: a checkpoint to start from instead of fresh weights: optimizer, schedule and data go on as they were there.
     Raises Interrupted after Ctrl-C or SIGTERM, once all is saved.
     """
-    check(spec, config)
+    check(spec, config, device)
     clip_of = _recorded_clips(config)
     with claim(run):
         start = _begin(run, spec, settings, branch)
-        model = load(start.path, device=device) if start else LM(spec, seed=config.seed, device=device)
+        backend = resolve(config.backend, torch.device(device), torch.float32)
+        if start:
+            model = load(start.path, device=device, backend=backend)
+        else:
+            model = LM(spec, seed=config.seed, device=device, backend=backend)
         model.train()
         optimizer = make_optimizer(model, config)
         if start:
@@ -122,9 +127,9 @@ def train(
         return model
 
 
-def check(spec: Spec, config: TrainConfig) -> None:
+def check(spec: Spec, config: TrainConfig, device: torch.device | str = "cpu") -> None:
     """Refuse what cannot be trained before anything is written."""
-    LM(spec, device="meta")
+    LM(spec, device="meta", backend=resolve(config.backend, torch.device(device), torch.float32))
     for item in config.freezes:
         select_layers(spec.layers, item.families)
 
