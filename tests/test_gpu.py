@@ -23,6 +23,10 @@ LAYOUTS = (
     "swa[window=5, sink=true] gdn[expand_v=2, num_kv_heads=2]",
     "full[sink=true, qk_norm=head, output_gate=true] gdn[num_v_heads=8, conv_size=0]",
     "nope[logn=loga, logn_base=500] swa[window=70]",
+    "kda[expand_v=2] gla[conv_size=4]",
+    "mamba2[head_dim=8, state_dim=16] lightning",
+    "heads(3:gdn, 1:nope) mix(swa[window=5] + kda)",
+    "heads(1:lightning, 3:nope[sink=true]) mix(gla + full)[fuse=gate]",
 )
 
 
