@@ -1,6 +1,6 @@
-"""A parallel hybrid: what transformers' Falcon-H1 layer adds to the residual stream before its MLP (attention and Mamba-2
-on one input, an output projection each) is mix(...)[fuse=project] with the same weights; in float32, as theirs computes
-in nothing wider.
+"""A parallel hybrid: what transformers' Falcon-H1 layer adds to the residual stream before its MLP, from attention and
+Mamba-2 on one input with an output projection each, is mix(...)[fuse=project] with the same weights; in float32, as
+theirs computes in nothing wider.
 
 Their multipliers on inputs, keys and the channels of the Mamba-2 projection are linear and go into our weights; those
 on the two outputs are `multipliers`.
@@ -166,7 +166,7 @@ def test_parity(name: str, T: int):
     model = load(case).eval()
     ours, want = build(case, model.layers[0]), added(model, x)
     if T == 1 and want.shape != x.shape:
-        pytest.skip("this transformers (5.17) takes a single token a row for rows without tokens, and mixes them")
+        pytest.skip("the norm of this transformers (5.17) loses the axis of a single token, and rows are mixed")
     normed = model.layers[0].input_layernorm(x)
     cuts = tuple(t for t in (T // 2, T // 2 + 1, T // 2 + 2, T - 1) if 0 < t < T)
     for backend in ("torch", "naive"):
