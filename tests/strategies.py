@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -48,14 +50,26 @@ rope_scalings = st.one_of(
 
 
 @st.composite
+def kv_heads(draw, num_heads: int) -> dict[str, Any]:
+    """num_kv_heads, with a kv_map or without."""
+    if draw(st.integers(0, 2)):
+        return {"num_kv_heads": draw(st.sampled_from(divisors(num_heads)))}
+    steps = draw(st.lists(st.integers(0, 1), min_size=num_heads - 1, max_size=num_heads - 1))
+    return {"num_kv_heads": 1 + sum(steps), "kv_map": tuple(itertools.accumulate(steps, initial=0))}
+
+
+ROPE_THETA = st.none() | st.floats(2, 1e7)
+
+
+@st.composite
 def softmaxes(draw, num_heads: int | None = None, head_dim: int | None = None) -> Softmax:
     heads = num_heads or draw(st.integers(1, 8))
     logn = draw(st.sampled_from([None, "loglen", "loga"]))
     return Softmax(
         num_heads=heads,
-        num_kv_heads=draw(st.sampled_from(divisors(heads))),
+        **draw(kv_heads(heads)),
         head_dim=head_dim or draw(DIMS),
-        rope_theta=draw(st.none() | st.floats(2, 1e7)),
+        rope_theta=draw(ROPE_THETA),
         rope_interleaved=draw(BOOL),
         rope_scaling=draw(st.none() | rope_scalings),
         window_size=draw(st.none() | st.integers(1, 300)),
@@ -75,24 +89,39 @@ def recurrents(draw, num_heads: int | None = None, value_dim: int | None = None)
     conv = {"conv_size": draw(st.sampled_from([0, 2, 4]))}
     gate = {"output_gate": draw(BOOL)}
     expand = {"expand_v": 1.0 if value_dim else draw(st.sampled_from([0.5, 1.0, 1.5, 2.0]))}
+    rope = {"rope_theta": draw(ROPE_THETA)}
     cls = draw(st.sampled_from([Gdn, Gla, Kda, Mamba2, Lightning]))
     if cls is Gdn:
-        kv_heads = draw(st.sampled_from(divisors(heads)))
-        more = draw(st.integers(1, 3)) if kv_heads == heads and not num_heads else 1
-        neg = draw(BOOL)
-        states = {"num_kv_heads": kv_heads, "num_v_heads": kv_heads * more, "allow_neg_eigval": neg}
-        return Gdn(**common, **conv, **gate, **expand, **states)
+        few = draw(st.sampled_from(divisors(heads)))
+        more = draw(st.integers(1, 3)) if few == heads and not num_heads else 1
+        states = {"num_kv_heads": few, "num_v_heads": few * more, "allow_neg_eigval": draw(BOOL)}
+        return Gdn(**common, **conv, **gate, **expand, **states, **rope)
     if cls is Gla:
         expand_k = draw(st.sampled_from([0.5, 1.0, 2.0]))
-        return Gla(**common, **conv, **gate, **expand, expand_k=expand_k, gate_rank=draw(st.integers(1, 16)))
+        rope = rope if size * expand_k % 2 == 0 else {}
+        return Gla(**common, **conv, **gate, **expand, **rope, expand_k=expand_k, gate_rank=draw(st.integers(1, 16)))
     if cls is Kda:
-        return Kda(**common, **conv, **gate, **expand, dt_init=draw(st.sampled_from(["zero", "log_uniform"])))
+        dt_init = draw(st.sampled_from(["zero", "log_uniform"]))
+        return Kda(**common, **conv, **gate, **expand, **rope, dt_init=dt_init, allow_neg_eigval=draw(BOOL))
     if cls is Mamba2:
-        groups = draw(st.sampled_from(divisors(heads)))
-        return Mamba2(**common, **conv, num_groups=groups, state_dim=draw(DIMS))
-    slopes = tuple(draw(st.lists(st.floats(0, 8), min_size=heads, max_size=heads)))
-    kv_heads = draw(st.sampled_from(divisors(heads)))
-    return Lightning(**common, num_kv_heads=kv_heads, slopes=slopes, gate_rank=draw(st.integers(0, 16)))
+        return Mamba2(
+            **common,
+            **conv,
+            num_groups=draw(st.sampled_from(divisors(heads))),
+            state_dim=draw(DIMS),
+            norm_groups=draw(st.sampled_from([None, 0, *divisors(heads)])),
+            gate_order=draw(st.sampled_from(["gate_norm", "norm_gate"])),
+        )
+    return Lightning(
+        **common,
+        **rope,
+        **draw(kv_heads(heads)),
+        slopes=tuple(draw(st.lists(st.floats(0, 8), min_size=heads, max_size=heads))),
+        activation=draw(st.sampled_from([None, "silu"])),
+        output_norm=draw(st.sampled_from([None, "head", "full"])),
+        output_gate=draw(st.sampled_from([None, "low_rank", "full"])),
+        gate_rank=draw(st.integers(1, 16)),
+    )
 
 
 def leaves(num_heads: int | None = None, value_dim: int | None = None) -> st.SearchStrategy[Leaf]:
@@ -117,7 +146,8 @@ def mixes(draw) -> Mix:
     fuse = draw(st.sampled_from(["mean", "sum", "scale", "gate", "project"]))
     heads, value_dim = (None, None) if fuse == "project" else (draw(st.integers(1, 4)), draw(DIMS))
     mixers = draw(st.lists(leaves(heads, value_dim), min_size=2, max_size=3))
-    return Mix(mixers=tuple(mixers), fuse=fuse, norm_eps=draw(EPS))
+    multipliers = tuple(draw(st.floats(-2, 2)) for _ in mixers) if fuse == "project" and draw(BOOL) else None
+    return Mix(mixers=tuple(mixers), fuse=fuse, multipliers=multipliers, norm_eps=draw(EPS))
 
 
 def mixers() -> st.SearchStrategy[Mixer]:
@@ -191,11 +221,24 @@ OPTIONS = {
     "full": (*SOFTMAX_OPTIONS, *ROPE_OPTIONS),
     "swa": (*SOFTMAX_OPTIONS, *ROPE_OPTIONS, "rope_theta=none"),
     "nope": SOFTMAX_OPTIONS,
-    "gdn": ("conv_size=0", "output_gate=false", "allow_neg_eigval=true", "num_kv_heads=1", "norm_eps=1e-4"),
-    "gla": ("expand_k=1", "conv_size=4", "gate_rank=8", "output_gate=false"),
-    "kda": ("dt_init=zero", "conv_size=2", "output_gate=false"),
-    "mamba2": ("state_dim=16", "conv_size=0"),
-    "lightning": ("gate_rank=0", "slope_family=linear", "num_kv_heads=1"),
+    "gdn": (
+        *("conv_size=0", "output_gate=false", "allow_neg_eigval=true", "num_kv_heads=1", "norm_eps=1e-4"),
+        "rope_theta=1e4",
+    ),
+    "gla": ("expand_k=1", "conv_size=4", "gate_rank=8", "output_gate=false", "rope_theta=1e4"),
+    "kda": ("dt_init=zero", "conv_size=2", "output_gate=false", "allow_neg_eigval=true", "rope_theta=1e4"),
+    "mamba2": (
+        "state_dim=16",
+        "conv_size=0",
+        "norm_groups=0",
+        "norm_groups=1",
+        "norm_groups=none",
+        "gate_order=norm_gate",
+    ),
+    "lightning": (
+        *("slope_family=linear", "num_kv_heads=1", "activation=none", "output_norm=full", "output_norm=none"),
+        *("output_gate=full", "output_gate=none", "gate_rank=8", "rope_theta=1e4"),
+    ),
 }
 SIZE_OPTIONS = {
     "gdn": ("expand_v=2", "head_dim=8", "num_v_heads=24", "num_heads=3"),
@@ -236,8 +279,7 @@ def _mixer_text(draw, given: Defaults, inside: bool) -> str:
 @st.composite
 def _atom_text(draw, given: Defaults) -> str:
     kind = draw(st.sampled_from(["mixer", "mixer", "mixer", "heads", "mix"]))
-    group = given.num_heads // (given.num_kv_heads or given.num_heads)
-    units = given.num_heads // group
+    units = given.num_heads  # shares need not keep KV groups together
     if kind == "mix":
         names = draw(st.lists(_mixer_text(given, True), min_size=2, max_size=3))
         return f"mix({' + '.join(names)})" + _bracket(draw, ("fuse=gate", "norm=layer", "d_ff=32"))

@@ -53,6 +53,16 @@ def test_describe_json_and_spec_files(capsys, tmp_path):
         assert json.loads(capsys.readouterr().out) == first
 
 
+def test_describe_parts_with_unequal_kv_groups(capsys):
+    flags = ["--d-model", "64", "--num-layers", "2", "--num-heads", "4", "--num-kv-heads", "2"]
+    assert main(["describe", "heads(3:nope, 1:kda)", *flags]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("heads(3:nope, 1:kda)\n")
+    assert "0-1, each  heads(nope, kda)  3/2 (2, 1) x 16 + 1 x 16" in out
+    assert main(["describe", "lightning", *flags, "--context", "100000"]) == 0
+    assert "0.14x the FLOPs and less than 0.001x the state" in capsys.readouterr().out
+
+
 def test_describe_preset(capsys):
     assert main(["describe", "--preset", "001/776m/gdn-nope-hh", "--context", "1000"]) == 0
     assert capsys.readouterr().out.startswith("heads(3:gdn, 1:nope)\n12 layers, d_model 1536, vocabulary 128,256")
@@ -144,6 +154,8 @@ BAD = [
     (["describe", "gdn nope", "--num-layers", "3"], "num_layers = 3"),
     (["describe", "heads(2:gdn, 1:nope)"], "does not divide"),
     (["describe", "nope", "--num-kv-heads", "3"], "num_kv_heads = 3"),
+    (["describe", "heads(1:nope, 1:kda)", "--num-kv-heads", "3"], "position 8: nope: num_kv_heads = 3; it must be a"),
+    (["describe", "heads(0:gdn, 1:nope)"], "layout, position 6: share 0; it must be at least 1"),
     (["describe", "gdn", "--context", "0"], "context = 0"),
     (["describe", "gdn", "--d-modl", "3"], "--d-modl"),
     (["describe", "no/such/spec.json"], "no such file"),
@@ -163,7 +175,10 @@ BAD = [
     (["train", "--name", "x", "--layout", "gdn", "--task", "spaced"], "nearest: spaced-retrieval"),
     (["train", "--name", "x", "--layout", "gdn", "--task", "spaced-retrieval", "--data", "x"], "both are given"),
     (["train", "--name", "x", "--layout", "gdn", "--data", "no-such-file"], "no such file or folder"),
-    (["train", "--name", "x", *SPACED, "--layout", "gla nope"], "not built yet"),
+    (
+        ["train", "--name", "x", *SPACED, "--layout", "heads(3:gla, 1:nope)"],
+        "shares 3:1 sum to 4, which does not divide",
+    ),
     (["train", "--name", "x", *SPACED, "--freeze", "kda:0-"], "family 'kda'"),
     (["train", "--name", "x", *SPACED, "--freeze", "gdn"], "freeze = 'gdn'"),
     (["train", "--name", "x", *SPACED, "--steps", "many"], "--steps"),

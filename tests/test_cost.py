@@ -62,7 +62,26 @@ def mixer_of(layout: str, **changes) -> Mixer:
         ("mix(full + nope)", {}, 2 * 3 * 64 * 64 + 64 * 64),
         ("mix(full + nope)[fuse=scale]", {}, 7 * 64 * 64 + 2 * 4),
         ("mix(full + nope)[fuse=gate]", {}, 7 * 64 * 64 + 2 * 64),
-        ("mix(full + nope)[fuse=project]", {}, 8 * 64 * 64 + 2),
+        ("mix(full + nope)[fuse=project]", {}, 8 * 64 * 64),
+        # gates through 5 channels, through one matrix, none; a norm over all heads together has weights
+        ("lightning[output_gate=full]", {"num_kv_heads": 2}, 64 * 16 * 12 + 64 * 64),
+        ("lightning[output_gate=none]", {"num_kv_heads": 2}, 64 * 16 * 12),
+        ("lightning[output_gate=none, output_norm=full, activation=none, rope_theta=1e4]", {}, 4 * 64 * 64 + 64),
+        ("lightning[output_gate=none, output_norm=none]", {}, 4 * 64 * 64),
+        ("gla[rope_theta=1e4]", {}, 2 * 64 * 32 + 3 * 64 * 64 + 16 * (64 + 32) + 32 + 16),
+        ("kda[output_gate=false, conv_size=0, rope_theta=1e4]", {}, 4 * 64 * 64 + 64 * 4 + 16 * 128 + 4 + 64 + 16),
+        ("mamba2[head_dim=16, state_dim=8, conv_size=0, norm_groups=0]", {}, 64 * (256 + 16 + 8) + 3 * 8 + 128 * 64),
+        (
+            "mamba2[head_dim=16, state_dim=8, conv_size=0, norm_groups=4, gate_order=norm_gate]",
+            {},
+            64 * (256 + 16 + 8) + 3 * 8 + 128 + 128 * 64,
+        ),
+        # three heads of softmax read two KV heads, two the first and one the second; q, k, v of 2 Lightning heads
+        (
+            "heads(3:nope, 1:lightning[output_gate=none])",
+            {"num_kv_heads": 2},
+            64 * 16 * (3 + 2 + 2) + 64 * 16 * 3 + 64 * 64,
+        ),
     ],
 )
 def test_mixers_by_hand(layout, changes, count):
@@ -185,6 +204,9 @@ def test_the_whole_model_is_its_layers_and_the_head():
         ("mamba2[head_dim=16, state_dim=8, conv_size=0]", {}, 8 * 16 * 8 * 4),
         ("mamba2[head_dim=16, state_dim=8]", {}, 8 * 16 * 8 * 4 + 3 * (128 + 2 * 8) * 2),
         ("lightning", {}, 4 * 16 * 16 * 4),
+        ("lightning", {"num_kv_heads": 2}, 4 * 16 * 16 * 4),  # each query head has a decay, so a state
+        ("heads(3:nope, 1:lightning)", {"num_kv_heads": 2}, 2 * 2 * 16 * 100 * 2 + 1 * 16 * 16 * 4),
+        ("heads(3:swa[window=30], 1:nope)", {"num_kv_heads": 2}, 2 * 2 * 16 * 30 * 2 + 2 * 1 * 16 * 100 * 2),
         ("heads(1:nope, 1:lightning)", {}, 2 * 2 * 16 * 100 * 2 + 2 * 16 * 16 * 4),
         ("mix(swa[window=30] + lightning)", {}, 2 * 4 * 16 * 30 * 2 + 4 * 16 * 16 * 4),
     ],
@@ -237,12 +259,22 @@ def test_the_twin_attends_to_everything_and_keeps_the_rest(spec):
         ("heads(1:gdn[head_dim=32], 1:nope[head_dim=32, num_kv_heads=1]) gdn", [(4, 2, 32), (4, 2, 32)]),
         ("mix(swa[window=4, head_dim=32] + gdn[head_dim=32]) gdn", [(4, 4, 32), (4, 4, 32)]),
         ("mamba2[head_dim=16] gla", [(8, 8, 8), (4, 4, 16)]),
+        ("lightning[num_kv_heads=2] gdn", [(4, 2, 16), (4, 4, 16)]),
     ],
 )
 def test_heads_of_the_twin(layout, heads):
     spec = Spec.from_layout(layout, vocab_size=8, d_model=64, num_layers=2, num_heads=4)
     mixers = [layer.mixer for layer in cost.full_attention_twin(spec).layers]
     assert [(m.num_heads, m.num_kv_heads, m.head_dim) for m in mixers if isinstance(m, Softmax)] == heads
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "layout", ["heads(5:full, 1:kda)", "heads(1:gdn, 5:full)", "heads(4:full, 1:lightning, 1:gdn)"]
+)
+def test_the_twin_of_parts_with_unequal_groups_has_the_kv_heads_of_the_layout(layout, num_kv_heads):
+    shape = {"vocab_size": 8, "d_model": 96, "num_layers": 2, "num_heads": 6, "num_kv_heads": num_kv_heads}
+    assert cost.full_attention_twin(Spec.from_layout(layout, **shape)) == Spec.from_layout("full", **shape)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +293,24 @@ def test_heads_in_words(layout, text):
     assert cost.cost(spec, 8).layers[0].heads == text
 
 
+@pytest.mark.parametrize(
+    ("layout", "num_kv_heads", "text"),
+    [
+        ("heads(3:nope, 1:kda)", 4, "18/3 x 16 + 6 x 16"),
+        ("heads(3:nope, 1:kda)", 3, "18/3 (2*8, 2) x 16 + 6 x 16"),
+        ("heads(1:gdn, 5:nope)", 8, "4 x 16 + 20/7 (2, 6*3) x 16"),
+        ("heads(1:lightning, 1:kda)", 2, "12/1 x 16 + 12 x 16"),
+    ],
+)
+def test_unequal_groups_in_words(layout, num_kv_heads, text):
+    shape = {"vocab_size": 8, "d_model": 96, "num_layers": 1, "num_heads": 24, "head_dim": 16}
+    spec = Spec.from_layout(layout, **shape, num_kv_heads=num_kv_heads)
+    assert cost.cost(spec, 8).layers[0].heads == text
+
+
 def test_mix_of_unlike_branches_needs_projections():
     parts = {"mixers": (mixer_of("full"), mixer_of("full", num_heads=2))}
-    assert cost.mixer_params(Mix(**parts, fuse="project"), 64) == 8 * 64 * 64 + 2
+    assert cost.mixer_params(Mix(**parts, fuse="project"), 64) == 8 * 64 * 64
+    assert cost.mixer_params(Mix(**parts, fuse="project", multipliers=(0.5, 2.0)), 64) == 8 * 64 * 64
     with pytest.raises(ValueError, match="value sizes per head differ"):
         Mix(**parts)

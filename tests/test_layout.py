@@ -136,12 +136,69 @@ def test_shares_are_a_ratio_over_the_heads_in_order():
 def test_shares_keep_whole_kv_groups():
     heads = one("heads(3:gdn, 1:nope)", num_kv_heads=4)
     assert heads.parts[1].mixer.num_kv_heads == 1
-    with pytest.raises(LayoutError, match="ragged groups are not built yet, so give nope a num_kv_heads") as error:
-        one("heads(1:gdn, 3:nope)", num_kv_heads=2)
-    assert error.value.position == len("heads(1:gdn, 3:")
     assert one("heads(1:gdn, 3:nope[num_kv_heads=2])", num_kv_heads=2).parts[1].mixer.num_kv_heads == 2
     assert one("heads(1:gdn, 1:nope)", num_kv_heads=1).parts[1].mixer.num_kv_heads == 1
     assert one("heads(1:gdn, 3:kda)", num_kv_heads=2).parts[1].heads == (2, 3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("name", ["nope", "full", "swa[window=3]", "lightning"])
+@pytest.mark.parametrize(
+    ("text", "num_kv_heads", "groups"),
+    [
+        ("heads(1:gdn, 3:{})", 2, [(2, (0, 0, 1, 1, 1, 1))]),
+        ("heads(3:{}, 1:gdn)", 2, [(2, (0, 0, 0, 0, 1, 1))]),
+        ("heads(3:{}, 5:kda)", 4, [(2, (0, 0, 1))]),
+        ("heads(1:gdn, 6:{}, 1:kda)", 4, [(4, (0, 1, 1, 2, 2, 3))]),
+        ("heads(3:{}, 5:nope)", 2, [(1, None), (2, (0, 1, 1, 1, 1))]),
+        ("heads(1:gdn, 6:{}, 1:kda)", 2, [(2, None)]),  # three of each group
+        ("heads(1:{}, 7:kda)", 1, [(1, None)]),
+        ("heads(3:{}, 1:gdn)", 8, [(6, None)]),
+    ],
+)
+def test_parts_take_what_they_need_of_the_kv_groups(name, text, num_kv_heads, groups):
+    """Unequal groups follow from where the heads are, and the string stays short."""
+    text = text.format(name)
+    layers = parse(text, num_kv_heads=num_kv_heads)
+    mixers = [p.mixer for p in layers[0].mixer.parts if isinstance(p.mixer, Softmax | Lightning)]
+    assert [(mixer.num_kv_heads, mixer.kv_map) for mixer in mixers] == groups
+    again, common = format_layout(layers, 64)
+    assert again == text
+    assert parse_layout(again, common) == layers
+
+
+def test_unequal_groups_decide_which_kv_heads_are_common():
+    """They can only follow from the defaults; other mixers can name theirs."""
+    layers = parse("heads(3:nope, 1:kda) nope[num_kv_heads=4] swa[window=2, num_kv_heads=4] gdn", num_kv_heads=2)
+    text, common = format_layout(layers, 64)
+    assert text == "heads(3:nope, 1:kda) nope[num_kv_heads=4] swa[num_kv_heads=4, window=2] gdn"
+    assert common.num_kv_heads == 2
+    unlike = (layers[0], parse("heads(3:nope, 5:kda)", num_kv_heads=4)[0])
+    with pytest.raises(ValueError, match="layers: they hold more than a layout string can say; write them as JSON"):
+        format_layout(unlike, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "norm_groups"),
+    [
+        ("heads(1:mamba2[head_dim=8], 1:nope)", 4),
+        ("heads(3:mamba2[head_dim=8], 1:nope)", 6),
+        ("heads(1:mamba2[head_dim=8, norm_groups=2], 1:nope)", 2),
+        ("heads(1:mamba2[head_dim=8, norm_groups=0], 1:nope)", 0),
+        ("heads(1:mamba2[head_dim=8, norm_groups=none], 1:nope)", None),
+        ("heads(1:mamba2[head_dim=8, num_groups=2, gate_order=norm_gate], 1:gdn)[norm=true, gate=true]", 4),
+    ],
+)
+def test_mamba2_in_heads_norms_each_head_by_itself(text, norm_groups):
+    layers = parse(text, num_layers=1)
+    assert layers[0].mixer.parts[0].mixer.norm_groups == norm_groups
+    again, common = format_layout(layers, 64)
+    assert parse_layout(again, common) == layers
+    assert again in (text, text.replace("num_groups=2, gate_order=norm_gate", "gate_order=norm_gate, num_groups=2"))
+
+
+def test_mamba2_of_heads_alone_norms_by_its_groups():
+    assert one("mamba2[num_groups=2]").norm_groups is None
+    assert one("mix(mamba2[head_dim=8] + nope)").mixers[0].norm_groups is None
 
 
 def test_overrides_are_options_of_every_mixer_of_a_name():
@@ -214,7 +271,13 @@ ERRORS = {
     "heads(1:gdn, 1:nope)[^fuse=mean]": "unknown key 'fuse' of heads; allowed: d_ff, gate,",
     "heads(1:gdn, 1:nope)[norm=^rms]": "heads: norm = 'rms'; it must be true or false",
     "heads(1:gdn, 1:nope)[order=^norm]": "heads: order = 'norm'; it must be one of gate_norm, norm_gate (nearest: ",
-    "^heads(1:gdn, 1:mamba2)": "heads: value sizes per head differ (gdn 8, mamba2 64); they must be equal",
+    "^heads(1:gdn, 1:mamba2)": "heads: value sizes per head differ (gdn 8, mamba2 64); they must be equal: change",
+    "^heads(1:kda[expand_v=2], 1:nope, 2:gla)": "heads: value sizes per head differ (gla 8, kda 16, nope 8); they must",
+    "^heads(1:gdn, 1:kda, 1:gla, 1:full, 1:nope, 1:gdn, 1:kda, 1:gla, 1:full)": "heads: shares 1:1:1:1:1:1:1:1:1 sum",
+    "heads(1:nope[num_kv_heads=^3], 1:kda)": "nope: num_kv_heads = 3; it must be a divisor of num_heads = 4",
+    "heads(3:lightning[num_kv_heads=^4], 1:kda)": "lightning: num_kv_heads = 4; it must be a divisor of num_heads = 6",
+    "heads(3:mamba2[head_dim=8, num_groups=^4], 1:nope)": "mamba2: num_groups = 4; it must be a divisor of num_heads =",
+    "heads(1:mamba2[^num_heads=4], 1:nope)": "heads: num_heads of mamba2 follows from the share; leave it out",
     "^heads(1:gdn[num_v_heads=8], 1:nope)": "heads: gdn has 8 heads but is given 4: [0, 1, 2, 3]",
     # mix(...)
     "mix ^full": "found 'f'; mix needs '(' here",
@@ -226,6 +289,7 @@ ERRORS = {
     "mix(full + gdn)[^scale=true]": "unknown key 'scale' of mix; allowed: d_ff, fuse",
     "^mix(full + gdn[num_heads=2])": "mix: the mixers have [8, 2] heads; fuse = mean needs the same number",
     "^mix(full + gdn[expand_v=2])": "mix: value sizes per head differ (full 8, gdn 16); they must be equal",
+    "mix(full + gdn)[fuse=project, ^multipliers=2]": "unknown key 'multipliers' of mix",
     "mix(full[^norm=rms] + gdn)": "norm is a key of the layer; write it behind heads(...) or mix(...)",
     # options
     "swa[^]": "found ']'; an option is written key=value",
@@ -273,6 +337,16 @@ ERRORS = {
     "mamba2[head_dim=^0]": "mamba2: head_dim = 0; it must be a number above 0",
     "mamba2[num_groups=^3]": "mamba2: num_groups = 3; it must be a divisor of num_heads = 2",
     "mamba2[^expand=1, num_heads=2]": "mamba2: expand gives num_heads, so one of them is too much",
+    "nope[^kv_map=0]": "unknown key 'kv_map' of nope",
+    "mamba2[^rope_theta=10]": "unknown key 'rope_theta' of mamba2",
+    "mamba2[norm_groups=^3]": "mamba2: norm_groups = 3; it must be a divisor of num_heads = 2, 0 (no norm), or none",
+    "mamba2[gate_order=^gate]": "mamba2: gate_order = 'gate'; it must be one of gate_norm, norm_gate",
+    "gdn[rope_theta=^1]": "gdn: rope_theta = 1.0; it must be above 1, or none",
+    "gla[rope_theta=^1e4, head_dim=6]": "gla: rope_theta = 10000.0; it must be none, as keys have an odd number of",
+    "lightning[gate_rank=^0]": "lightning: gate_rank = 0; it must be at least 1 (for no gate, output_gate is none)",
+    "lightning[output_gate=^false]": "lightning: output_gate = False; it must be one of low_rank, full, or none",
+    "lightning[activation=^relu]": "lightning: activation = 'relu'; it must be one of silu, or none",
+    "lightning[output_norm=^rms]": "lightning: output_norm = 'rms'; it must be one of head, full, or none",
     "lightning[slope_family=^linaer]": "lightning: slope_family = 'linaer'; it must be one of geometric, linear",
     "lightning[num_heads=^0]": "lightning: num_heads = 0; it must be a number above 0",
 }
@@ -331,7 +405,15 @@ def test_kv_heads_that_do_not_divide_are_an_error_of_the_layer_that_uses_them():
         parse("gdn nope", num_kv_heads=3)
     with pytest.raises(LayoutError, match="num_kv_heads = 16; it must be a divisor"):
         parse("nope", num_kv_heads=16)
+    for part in ("nope", "lightning"):
+        with pytest.raises(
+            LayoutError, match=f"position 15: {part}: num_kv_heads = 3; it must be a divisor of num_heads = 8"
+        ):
+            parse(f"heads(1:gdn, 1:{part})", num_kv_heads=3)
+    with pytest.raises(LayoutError, match="num_kv_heads = 16; it must be a divisor"):
+        parse("heads(1:gdn, 1:nope)", num_kv_heads=16)
     parse("heads(1:gdn, 1:kda)", num_kv_heads=16)
+    parse("heads(1:gdn, 1:nope[num_kv_heads=2])", num_kv_heads=3)
 
 
 # Properties.
@@ -440,8 +522,18 @@ def test_long_nonsense_never_crashes(word):
         Layer(mixer=dataclasses.replace(one("lightning"), slopes=(0.1,) * 8)),
         Layer(mixer=dataclasses.replace(one("heads(1:gdn, 1:nope)"), parts=one("heads(1:gdn, 1:nope)").parts[::-1])),
         Layer(mixer=dataclasses.replace(one("heads(1:gdn, 1:nope)"), norm_eps=0.5)),
+        Layer(mixer=dataclasses.replace(one("nope"), num_kv_heads=2, kv_map=(0,) * 3 + (1,) * 5)),
+        Layer(mixer=dataclasses.replace(one("mix(full + gdn)[fuse=project]"), multipliers=(2.0, 1.0))),
     ],
-    ids=["rope scaling", "norm_eps of the layer", "slopes of no family", "heads out of order", "norm_eps of heads"],
+    ids=[
+        "rope scaling",
+        "norm_eps of the layer",
+        "slopes of no family",
+        "heads out of order",
+        "norm_eps of heads",
+        "kv_map",
+        "multipliers",
+    ],
 )
 def test_what_a_string_cannot_say_is_refused(layer):
     with pytest.raises(ValueError, match=r"write .*as JSON"):

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
 from hypothesis import given
 from strategies import layouts, specs
 
-from plait.config import Gdn, Layer, Softmax
+from plait.config import (
+    Gdn,
+    HeadPart,
+    Heads,
+    Layer,
+    Lightning,
+    Mamba2,
+    Mix,
+    RopeScaling,
+    Softmax,
+    leaves,
+    to_json,
+)
 from plait.layout import parse_layout
 from plait.spec import VERSION, Spec
 
@@ -60,6 +73,14 @@ def test_layout_is_the_shortest_pattern():
     assert layout("lightning[slope_family=linear] gdn") == "lightning[slope_family=linear] gdn"
 
 
+@pytest.mark.parametrize("layout", ["heads(3:nope, 1:kda)", "heads(2:lightning, 5:swa[window=3], 1:gdn)"])
+def test_heads_with_unequal_groups_have_a_layout(layout):
+    spec = Spec.from_layout(layout, **{**SHAPE, "num_heads": 8}, num_kv_heads=2)
+    assert any(leaf.kv_map for leaf in leaves(spec.layers[0].mixer) if isinstance(leaf, Softmax))
+    assert spec.layout == layout
+    assert Spec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
 def test_heads_with_grouped_keys_have_a_layout():
     spec = Spec.from_layout("heads(3:gdn, 1:nope)", **{**SHAPE, "num_heads": 16}, num_kv_heads=4)
     assert spec.layout == "heads(3:gdn, 1:nope)"
@@ -86,9 +107,74 @@ def test_hash_does_not_tell_2_from_2_0(tmp_path):
 
 
 def test_hash_is_stable():
-    """Records name specs by it: a change of this number breaks the link to every old record."""
+    """Records name specs by it: a change of these numbers breaks the link to every old record."""
     mixer = Softmax(num_heads=1, num_kv_heads=1, head_dim=8)
-    assert Spec(vocab_size=4, d_model=8, layers=(Layer(mixer=mixer),)).hash == "784611903e92"
+    assert Spec(vocab_size=4, d_model=8, layers=(Layer(mixer=mixer),)).hash == "eb2ddf2abb49"
+    scaling = RopeScaling(kind="yarn", factor=4, original_length=64)
+    rotating = Softmax(num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4, rope_scaling=scaling, sink=True)
+    lightning = Lightning(num_heads=2, num_kv_heads=1, head_dim=8, slopes=(0.5, 0.25), norm_eps=1e-5)
+    heads = Heads(parts=(HeadPart(mixer=lightning, heads=(0, 2)), HeadPart(mixer=rotating, heads=(1,))), scale=True)
+    layers = (Layer(mixer=heads, d_ff=16), Layer(mixer=Mix(mixers=(mixer, Mamba2(num_heads=1, head_dim=8)))))
+    assert Spec(vocab_size=4, d_model=8, layers=layers, tie_embeddings=False).hash == "0e699f283569"
+
+
+@given(specs())
+def test_hash_leaves_out_defaults(spec):
+    """So a new field with a default leaves the names of old specs as they are."""
+    data = json.loads(json.dumps(to_json(spec, defaults=False)))
+    assert Spec.from_json(data) == spec
+    text = json.dumps(data, sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == spec.hash
+
+
+def test_hash_after_a_new_field():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Later(Softmax):
+        new: bool = False
+
+    now, later = (cls(num_heads=1, num_kv_heads=1, head_dim=8) for cls in (Softmax, Later))
+    assert to_json(later, defaults=False) == to_json(now, defaults=False)
+    assert to_json(dataclasses.replace(later, new=True), defaults=False) != to_json(now, defaults=False)
+
+
+def test_hash_tells_false_from_0_and_none():
+    """Fields of one class hold values of their type only, so equal values are the same value."""
+    gdn = Gdn(num_heads=1, num_kv_heads=1, num_v_heads=1, head_dim=8)
+    changes = ({}, {"conv_size": 0}, {"output_gate": False}, {"expand_v": 2.0}, {"rope_theta": 1e4})
+    stacks = [(Layer(mixer=dataclasses.replace(gdn, **change)),) for change in changes]
+    stacks += [(Layer(mixer=gdn), Layer(mixer=gdn))]
+    assert len({Spec(vocab_size=4, d_model=8, layers=layers).hash for layers in stacks}) == len(stacks)
+
+
+OLD = """{"vocab_size": 12, "d_model": 16, "layers": [
+{"mixer": {"kind": "gdn", "num_heads": 2, "num_kv_heads": 2, "num_v_heads": 2, "head_dim": 8, "expand_v": 1.0,
+"conv_size": 4, "output_gate": true, "allow_neg_eigval": false, "norm_eps": 1e-06}, "d_ff": 24, "mlp": "swiglu",
+"norm": "rms", "norm_placement": "pre", "parallel": false, "mixer_multiplier": 1.0, "mlp_multiplier": 1.0,
+"norm_eps": 1e-06},
+{"mixer": {"kind": "lightning", "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "slopes": [0.5, 0.25],
+"gate_rank": 0, "norm_eps": 1e-06}},
+{"mixer": {"kind": "heads", "parts": [{"mixer": {"kind": "lightning", "num_heads": 1, "num_kv_heads": 1, "head_dim": 8,
+"slopes": [0.5], "gate_rank": 4, "norm_eps": 1e-06}, "heads": [0]}, {"mixer": {"kind": "softmax", "num_heads": 1,
+"num_kv_heads": 1, "head_dim": 8, "rope_theta": null, "rope_fraction": 1.0, "rope_interleaved": false,
+"rope_scaling": null, "window_size": null, "qk_norm": null, "sink": false, "output_gate": false, "logn": null,
+"logn_base": null, "norm_eps": 1e-06}, "heads": [1]}], "norm": false, "scale": false, "gate": false,
+"order": "gate_norm", "norm_eps": 1e-06}}],
+"tie_embeddings": true, "norm": "rms", "norm_eps": 1e-06, "embed_multiplier": 1.0, "logit_multiplier": 1.0,
+"init_std": 0.02, "context_length": null, "version": 1}"""
+"""a file of version 1 as it was before kv_map, output_gate of Lightning and rope_theta of the recurrent mixers"""
+
+
+def test_files_older_than_some_fields_still_load(tmp_path):
+    (tmp_path / "spec.json").write_text(OLD)
+    spec = Spec.load(tmp_path / "spec.json")
+    assert spec.layers[0] == Layer(mixer=Gdn(num_heads=2, num_kv_heads=2, num_v_heads=2, head_dim=8), d_ff=24)
+    lightning = Lightning(num_heads=2, num_kv_heads=2, head_dim=8, slopes=(0.5, 0.25), output_gate=None)
+    assert spec.layers[1].mixer == lightning
+    inner = leaves(spec.layers[2].mixer)
+    assert inner[0] == Lightning(num_heads=1, num_kv_heads=1, head_dim=8, slopes=(0.5,), gate_rank=4)
+    assert inner[1] == Softmax(num_heads=1, num_kv_heads=1, head_dim=8)
+    spec.save(tmp_path / "new.json")
+    assert Spec.load(tmp_path / "new.json") == spec
 
 
 @pytest.mark.parametrize(

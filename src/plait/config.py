@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,8 +119,8 @@ def _check_groups(config: Any) -> None:
         return
     check_positive(config, "num_kv_heads")
     ok = len(config.kv_map) == config.num_heads and set(config.kv_map) == set(range(config.num_kv_heads))
-    allowed = f"for each of {config.num_heads} heads one of 0 to {config.num_kv_heads - 1}, each of which is named"
-    check(config, ok and list(config.kv_map) == sorted(config.kv_map), "kv_map", f"{allowed}, in rising order")
+    allowed = f"a KV head from 0 to {config.num_kv_heads - 1} for each of {config.num_heads} heads, in rising order"
+    check(config, ok and list(config.kv_map) == sorted(config.kv_map), "kv_map", f"{allowed}, none left out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,9 +295,9 @@ class Mamba2(_Leaf):
         check_positive(self, "num_heads", "head_dim", "state_dim", "norm_eps")
         check_divides(self, "num_groups", "num_heads")
         check_choice(self, "gate_order")
-        if self.norm_groups:
-            check_divides(self, "norm_groups", "num_heads")
-        check(self, (self.norm_groups or 0) >= 0, "norm_groups", "0 (no norm) or above")
+        groups = self.norm_groups or self.num_heads
+        whole = groups > 0 and self.num_heads % groups == 0
+        check(self, whole, "norm_groups", f"a divisor of num_heads = {self.num_heads}, 0 (no norm), or none")
         _check_conv(self)
 
     @property
@@ -330,7 +331,8 @@ class Lightning(_Leaf):
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        check_positive(self, "num_heads", "head_dim", "gate_rank", "norm_eps")
+        check_positive(self, "num_heads", "head_dim", "norm_eps")
+        check(self, self.gate_rank >= 1, "gate_rank", "at least 1 (for no gate, output_gate is none)")
         _check_groups(self)
         check_choice(self, "activation", "output_norm", "output_gate")
         _check_rope(self)
@@ -376,11 +378,7 @@ class Heads:
                     f"heads: {family(part.mixer)} has {part.mixer.num_out_heads} heads but is given {len(part.heads)}:"
                     f" {show(list(part.heads))}"
                 )
-        mapped = sorted(head for part in self.parts for head in part.heads)
-        if mapped != list(range(len(mapped))):
-            raise ValueError(
-                f"heads: the parts name heads {show(mapped)}; each of 0 to {len(mapped) - 1} must be named once"
-            )
+        _check_head_map([head for part in self.parts for head in part.heads])
         _same_value_dim(self, [part.mixer for part in self.parts])
 
     @property
@@ -447,10 +445,27 @@ class Mix:
         return self.mixers[0].value_dim
 
 
+def _check_head_map(named: list[int]) -> None:
+    count = len(named)
+    outside = next((head for head in named if not 0 <= head < count), None)
+    if outside is not None:
+        raise ValueError(f"heads: a part names head {show(outside)}; the parts have {count} heads, 0 to {count - 1}")
+    twice = [head for head, times in Counter(named).items() if times > 1]
+    if twice:
+        never = min(set(range(count)) - set(named))
+        raise ValueError(
+            f"heads: head {twice[0]} is named more than once, head {never} not at all;"
+            f" each of 0 to {count - 1} must be named once"
+        )
+
+
 def _same_value_dim(config: Heads | Mix, mixers: Iterable) -> None:
     sizes = {f"{family(mixer)} {mixer.value_dim}" for mixer in mixers}
     if len({size.split()[1] for size in sizes}) > 1:
-        raise ValueError(f"{config.kind}: value sizes per head differ ({', '.join(sorted(sizes))}); they must be equal")
+        raise ValueError(
+            f"{config.kind}: value sizes per head differ ({', '.join(sorted(sizes))}); they must be equal:"
+            " change a head_dim or an expand_v"
+        )
 
 
 Mixer = Softmax | Gdn | Gla | Kda | Mamba2 | Lightning | Heads | Mix
@@ -524,13 +539,22 @@ def select_layers(layers: tuple[Layer, ...], families: Iterable[str]) -> tuple[i
     )
 
 
-def to_json(config: Any) -> Any:
-    """A config as plain JSON values; classes that share a field are told apart by `kind`."""
+def to_json(config: Any, *, defaults: bool = True) -> Any:
+    """A config as plain JSON values; classes that share a field are told apart by `kind`.
+
+    defaults = False leaves out every field that has its default value.
+    """
     if dataclasses.is_dataclass(config):
-        values = {f.name: to_json(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        plain = {} if defaults else {f.name: f.default for f in dataclasses.fields(config)}
+        values = {
+            name: to_json(value, defaults=defaults)
+            for name, value in fields.items()
+            if name not in plain or value != plain[name]
+        }
         return {"kind": config.kind, **values} if isinstance(config, Mixer) else values
     if isinstance(config, tuple):
-        return [to_json(item) for item in config]
+        return [to_json(item, defaults=defaults) for item in config]
     return config
 
 
@@ -538,6 +562,9 @@ def from_json(cls: type, data: Any, where: str) -> Any:
     """The inverse of to_json. Errors name the place (`layers[3].mixer`), the field and what is allowed."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{where}: {show(data)}; it must be a JSON object")
+    if cls is Lightning and "output_gate" not in data and data.get("gate_rank") == 0:
+        # files older than output_gate: no gate
+        data = {key: value for key, value in data.items() if key != "gate_rank"} | {"output_gate": None}
     hints = field_types(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in data:

@@ -9,9 +9,12 @@ the cache after T tokens: keys and values and convolution tails in `dtype_bytes`
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 
 from plait.config import Gdn, Gla, Heads, Kda, Layer, Lightning, Mamba2, Mix, Mixer, NormKind, Softmax, family
+from plait.layout import likely_kv_heads
 from plait.spec import Spec
 
 STATE_BYTES = 4
@@ -21,7 +24,8 @@ STATE_BYTES = 4
 class LayerCost:
     family: str
     heads: str
-    """query heads, / KV heads or states where they are fewer or more, x value size"""
+    """query heads, / KV heads or states where they are fewer or more, (query heads of each) where those differ, x value
+    size"""
     params: int
     mixer_params: int
     flops_per_token: float
@@ -130,7 +134,8 @@ def _matrices(mixer: Mixer, d: int) -> int:
     return heads + _projection(mixer, d)
 
 
-def _conv_channels(mixer: Mixer) -> int:
+def conv_channels(mixer: Mixer) -> int:
+    """Channels that a leaf's short convolution would run over."""
     match mixer:
         case Gdn(num_heads=H, num_kv_heads=HK, num_v_heads=HV, head_dim=K, value_dim=V):
             return H * K + HK * K + HV * V
@@ -143,7 +148,7 @@ def _conv_channels(mixer: Mixer) -> int:
 
 def _vectors(mixer: Mixer) -> int:
     """Parameters that are not matrices: convolutions, decays, norms, biases, sinks, scales."""
-    conv = _conv_channels(mixer) * getattr(mixer, "conv_size", 0)
+    conv = conv_channels(mixer) * getattr(mixer, "conv_size", 0)
     match mixer:
         case Softmax(num_heads=H, num_kv_heads=KV, head_dim=D):
             norm = {None: 0, "head": 2 * D, "full": (H + KV) * D}[mixer.qk_norm]
@@ -155,7 +160,7 @@ def _vectors(mixer: Mixer) -> int:
         case Kda(num_heads=H, head_dim=K, value_dim=V):
             return conv + H + H * K + V + (H * V if mixer.output_gate else 0)
         case Mamba2(num_heads=H, head_dim=P):
-            bias = _conv_channels(mixer) if mixer.conv_size else 0
+            bias = conv_channels(mixer) if mixer.conv_size else 0
             return conv + bias + 3 * H + (0 if mixer.norm_groups == 0 else H * P)
         case Lightning(num_heads=H, head_dim=D):
             return H * D if mixer.output_norm == "full" else 0
@@ -183,7 +188,7 @@ def layer_flops(layer: Layer, d_model: int, context: int) -> float:
 
 def mixing_flops(mixer: Mixer, context: int) -> float:
     """The part of a mixer's FLOPs that mixes tokens: attention or recurrence, and convolutions."""
-    conv = 2 * _conv_channels(mixer) * getattr(mixer, "conv_size", 0)
+    conv = 2 * conv_channels(mixer) * getattr(mixer, "conv_size", 0)
     match mixer:
         case Softmax(num_heads=H, head_dim=D):
             return 4 * H * D * visible_keys(context, mixer.window_size)
@@ -206,7 +211,7 @@ def mixing_flops(mixer: Mixer, context: int) -> float:
 
 def state_bytes(mixer: Mixer, context: int, *, dtype_bytes: int = 2) -> int:
     """Bytes one sequence keeps in the cache after `context` tokens."""
-    tail = _conv_channels(mixer) * max(getattr(mixer, "conv_size", 0) - 1, 0) * dtype_bytes
+    tail = conv_channels(mixer) * max(getattr(mixer, "conv_size", 0) - 1, 0) * dtype_bytes
     match mixer:
         case Softmax(num_kv_heads=KV, head_dim=D):
             return 2 * KV * D * min(context, mixer.window_size or context) * dtype_bytes
@@ -228,8 +233,8 @@ def state_bytes(mixer: Mixer, context: int, *, dtype_bytes: int = 2) -> int:
 def full_attention_twin(spec: Spec) -> Spec:
     """The same model with softmax attention over everything in every layer.
 
-    Its heads are those of the layer's own softmax, then those of the Spec's first softmax, and without any as many
-    as the mixer replaced has, d_model wide together.
+    Its heads are those of the layer's own softmax (all heads of a heads(...), with the KV heads that its parts show),
+    then those of the Spec's first softmax, and without any as many as the mixer replaced has, d_model wide together.
     """
 
     def own(mixer: Mixer) -> Softmax | None:
@@ -238,8 +243,7 @@ def full_attention_twin(spec: Spec) -> Spec:
                 part = next((p.mixer for p in mixer.parts if isinstance(p.mixer, Softmax)), None)
                 if part is None:
                     return None
-                kv_heads = part.num_kv_heads * mixer.num_heads // part.num_heads  # the same queries per KV head
-                kv_heads = kv_heads if kv_heads and mixer.num_heads % kv_heads == 0 else mixer.num_heads
+                kv_heads = likely_kv_heads([mixer]) or mixer.num_heads
                 return dataclasses.replace(part, num_heads=mixer.num_heads, num_kv_heads=kv_heads, kv_map=None)
             case Mix():
                 return next((part for part in mixer.mixers if isinstance(part, Softmax)), None)
@@ -251,7 +255,9 @@ def full_attention_twin(spec: Spec) -> Spec:
         if softmax := own(mixer) or first:
             return dataclasses.replace(softmax, window_size=None)
         head_dim = max(spec.d_model // mixer.num_heads, 1)
-        return Softmax(num_heads=mixer.num_heads, num_kv_heads=mixer.num_heads, head_dim=head_dim)
+        kv_heads = likely_kv_heads([mixer]) or 0  # of Lightning
+        kv_heads = kv_heads if kv_heads and mixer.num_heads % kv_heads == 0 else mixer.num_heads
+        return Softmax(num_heads=mixer.num_heads, num_kv_heads=kv_heads, head_dim=head_dim)
 
     layers = tuple(dataclasses.replace(layer, mixer=twin(layer.mixer)) for layer in spec.layers)
     return dataclasses.replace(spec, layers=layers)
@@ -265,4 +271,7 @@ def _heads_text(mixer: Mixer) -> str:
             return " + ".join(_heads_text(part) for part in mixer.mixers)
     states = mixer.num_v_heads if isinstance(mixer, Gdn) else getattr(mixer, "num_kv_heads", mixer.num_heads)
     groups = f"/{states}" if states != mixer.num_heads else ""
+    if isinstance(mixer, Softmax | Lightning) and mixer.kv_map:
+        runs = [(size, len(list(run))) for size, run in groupby(Counter(mixer.kv_map).values())]
+        groups += f" ({', '.join(f'{size}' if count == 1 else f'{count}*{size}' for size, count in runs)})"
     return f"{mixer.num_heads}{groups} x {mixer.value_dim}"

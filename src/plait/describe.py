@@ -66,8 +66,8 @@ def describe_table(spec: Spec, context: int, dtype_bytes: int) -> None:
     out.print(f"{spec.num_layers} layers, d_model {spec.d_model}, vocabulary {spec.vocab_size:,}\n")
     out.print(table)
     out.print(
-        f"\nAt {context:,} tokens: {own.flops_per_token / twin.flops_per_token:.2f}x the FLOPs"
-        f" and {own.state_bytes / twin.state_bytes:.3f}x the state of full attention."
+        f"\nAt {context:,} tokens: {times(own.flops_per_token / twin.flops_per_token, 2)} the FLOPs"
+        f" and {times(own.state_bytes / twin.state_bytes, 3)} the state of full attention."
     )
 
 
@@ -114,6 +114,12 @@ def si(value: float) -> str:
             return f"{value:.3g} {unit}".rstrip()
         value /= 1000
     return f"{value:.3g} E"
+
+
+def times(ratio: float, digits: int) -> str:
+    """0.25 as 0.250x; what would round to 0 as less than 0.001x."""
+    least = 10**-digits
+    return f"{ratio:.{digits}f}x" if ratio >= least else f"less than {least}x"
 
 
 def size(value: float) -> str:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -186,8 +186,8 @@ class _Place:
     index: int
     """of the layer"""
     num_heads: int
-    kv_map: tuple[int, ...] | None = None
-    """in heads(...): the KV group of every head of the mixer, from 0 on"""
+    heads: tuple[int, ...] | None = None
+    """in heads(...): those of the layer's heads that the mixer has"""
     inside: bool = False
     """in heads(...) or mix(...)"""
 
@@ -198,7 +198,7 @@ def _child(node: Node, place: _Place, defaults: Defaults) -> Leaf:
     for key, option in node.options.items():
         if key in LAYER_KEYS and key not in own:
             raise LayoutError(f"{key} is a key of the layer; write it behind heads(...) or mix(...)", option.key_at)
-        if key in ("num_heads", "expand") and place.kv_map is not None:
+        if key in ("num_heads", "expand") and place.heads is not None:
             raise LayoutError(f"heads: {key} of {node.name} follows from the share; leave it out", option.key_at)
     return _leaf(node, _given(node, own), place, defaults)
 
@@ -222,14 +222,15 @@ def _fill(name: str, given: Mapping[str, Any], place: _Place, defaults: Defaults
         values["head_dim"] = 64
         if "num_heads" not in given and ("expand" in given or not place.inside):
             values["num_heads"] = _mamba_heads(given.get("expand", 2.0), given.get("head_dim", 64), defaults.d_model)
-        if place.kv_map is not None:
+        if place.heads is not None:
             values["norm_groups"] = values["num_heads"]  # in heads(...) it norms per head, as the other kinds do
     elif cls in (Softmax, Lightning):
         values["num_kv_heads"] = defaults.num_kv_heads or num_heads
-        if place.kv_map is not None and "num_kv_heads" not in given:
-            groups = Counter(place.kv_map)
-            values["num_kv_heads"] = len(groups)
-            values["kv_map"] = place.kv_map if len(set(groups.values())) > 1 else None
+        if place.heads is not None and "num_kv_heads" not in given:
+            total = defaults.num_kv_heads or defaults.num_heads
+            if defaults.num_heads % total:
+                raise FieldError(name, "num_kv_heads", total, f"a divisor of num_heads = {defaults.num_heads}")
+            values["num_kv_heads"], values["kv_map"] = kv_groups(place.heads, defaults.num_heads // total)
     elif cls is Gdn:
         values["num_kv_heads"] = num_heads
         values["num_v_heads"] = given.get("num_kv_heads", num_heads)
@@ -266,19 +267,19 @@ def _heads(node: Node, given: dict[str, Any], index: int, defaults: Defaults) ->
     parts, first = [], 0
     for child, share in zip(node.children, shares, strict=True):
         heads = tuple(range(first, first + share * unit // total))
-        place = _Place(index, len(heads), _kv_map(heads, defaults), inside=True)
+        place = _Place(index, len(heads), heads, inside=True)
         parts.append(HeadPart(mixer=_child(child, place, defaults), heads=heads))
         first += len(heads)
     with _placed(node):
         return Heads(parts=tuple(parts), norm_eps=defaults.norm_eps, **given)
 
 
-def _kv_map(heads: tuple[int, ...], defaults: Defaults) -> tuple[int, ...]:
-    """The KV group of each of these query heads, groups counted from 0 as they come."""
-    size = max(defaults.num_heads // (defaults.num_kv_heads or defaults.num_heads), 1)
+def kv_groups(heads: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...] | None]:
+    """(num_kv_heads, kv_map) of a part with these of a layer's query heads, `size` of which read one KV head."""
     groups = [head // size for head in heads]
     places = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-    return tuple(places[group] for group in groups)
+    ragged = len(set(Counter(groups).values())) > 1
+    return len(places), tuple(places[group] for group in groups) if ragged else None
 
 
 # And back: configs -> text.
@@ -318,7 +319,7 @@ def _common_defaults(layers: tuple[Layer, ...], d_model: int) -> Defaults:
         d_model=d_model,
         num_layers=len(layers),
         num_heads=most([layer.mixer.num_heads for layer in counted], 1),
-        num_kv_heads=most([kv for layer in layers for kv in _kv_heads(layer.mixer)], None),
+        num_kv_heads=likely_kv_heads([layer.mixer for layer in layers]),
         head_dim=most([leaf.head_dim for leaf in softmax or other or mixers], None),
         d_ff=most([layer.d_ff for layer in layers], 0),
         mlp=most([layer.mlp for layer in layers], "swiglu"),
@@ -328,13 +329,21 @@ def _common_defaults(layers: tuple[Layer, ...], d_model: int) -> Defaults:
     )
 
 
-def _kv_heads(mixer: Mixer) -> list[int]:
-    """KV heads that the softmax and Lightning parts of a layer would have over all of its query heads."""
-    parts = [leaf for leaf in leaves(mixer) if isinstance(leaf, Softmax | Lightning)]
-    if not isinstance(mixer, Heads):
-        return [leaf.num_kv_heads for leaf in parts]
-    sizes = [max(Counter(p.kv_map).values()) if p.kv_map else p.num_heads // p.num_kv_heads for p in parts]
-    return [mixer.num_heads // size for size in sizes]
+def likely_kv_heads(mixers: Iterable[Mixer]) -> int | None:
+    """KV heads for all query heads of a layer with which most softmax and Lightning mixers have theirs; the most, where
+    several would do. Parts with unequal groups come first, as no option can say those."""
+    votes, ragged = Counter(), Counter()
+    for mixer in mixers:
+        for part in mixer.parts if isinstance(mixer, Heads) else ():
+            own, total = part.mixer, mixer.num_heads
+            if isinstance(own, Softmax | Lightning):
+                sizes = [size for size in range(1, total + 1) if total % size == 0]
+                fitting = [total // n for n in sizes if kv_groups(part.heads, n) == (own.num_kv_heads, own.kv_map)]
+                votes.update(fitting)
+                ragged.update(fitting if own.kv_map else ())
+        if not isinstance(mixer, Heads):
+            votes.update(leaf.num_kv_heads for leaf in leaves(mixer) if isinstance(leaf, Softmax | Lightning))
+    return max(votes, key=lambda count: (ragged[count], votes[count]), default=None)
 
 
 def _layer_text(layer: Layer, index: int, defaults: Defaults) -> str:
@@ -358,7 +367,7 @@ def _composition_text(mixer: Heads | Mix, index: int, defaults: Defaults) -> str
         return f"mix({' + '.join(texts)})"
     common, texts = math.gcd(*(len(part.heads) for part in mixer.parts)), []
     for part in mixer.parts:
-        place = _Place(index, len(part.heads), _kv_map(part.heads, defaults), inside=True)
+        place = _Place(index, len(part.heads), part.heads, inside=True)
         options = _options_text(_leaf_options(part.mixer, place, defaults))
         texts.append(f"{len(part.heads) // common}:{family(part.mixer)}{options}")
     return f"heads({', '.join(texts)})"
@@ -373,18 +382,20 @@ def _leaf_options(mixer: Leaf, place: _Place, defaults: Defaults) -> dict[str, A
     blank = {f.name: f.default for f in dataclasses.fields(mixer)}
 
     def fill(given: Mapping[str, Any]) -> dict[str, Any]:
-        return blank | _fill(name, given, place, defaults)
+        try:
+            return blank | _fill(name, given, place, defaults)
+        except ValueError:  # some follow from nothing: Mamba-2's heads, KV heads that do not divide
+            return {}
 
     given = {key: fields[key] for key in _keys(name) if key in fields}
     if fields.get("kv_map") is not None:
         del given["num_kv_heads"]  # a map follows from where the heads are
-    if "slopes" in fields and fill(given)["slopes"] != fields["slopes"]:
+    if "slopes" in fields and fill(given).get("slopes") != fields["slopes"]:
         given["slope_family"] = "linear"
     for key in list(given)[::-1]:
         rest = {other: value for other, value in given.items() if other != key}
-        with contextlib.suppress(ValueError):  # Mamba-2's heads may follow from nothing
-            if fill(rest) == fields:
-                given = rest
+        if fill(rest) == fields:
+            given = rest
     return given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -87,8 +88,14 @@ class Spec:
 
     @cached_property
     def hash(self) -> str:
-        """Twelve hex digits that name this Spec in records."""
-        data = Spec.from_json(self.to_json()).to_json()  # 2 and 2.0, equal as fields, are then one text too
+        """Twelve hex digits that name this Spec in records.
+
+        Of its JSON without the fields that have their defaults, so that a new field, whose default is what models did
+        before it, leaves old names as they are. Hence a default never changes, and a field that has none gets none.
+        `version` is left out: it belongs to the file, not to the model.
+        """
+        same = Spec.from_json(self.to_json())  # 2 and 2.0, equal as fields, are then one text too
+        data = to_json(dataclasses.replace(same, version=VERSION), defaults=False)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:

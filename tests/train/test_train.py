@@ -232,16 +232,6 @@ def test_gradients_of_gaps_are_weighted_by_count():
         torch.testing.assert_close(apart[name], parameter.grad, rtol=1e-10, atol=1e-14)
 
 
-def test_no_decay_for_vectors_and_embeddings():
-    model = LM(SPEC)
-    optimizer = loop.make_optimizer(model, CONFIG)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) not in decayed}
-    assert "embed.weight" in names
-    assert {name for name in names if name.endswith(("A_log", "dt_bias", "norm.weight", "norm1.weight"))}
-    assert not any(name.endswith(("q.weight", "o.weight", "conv.weight", "up.weight")) for name in names)
-
-
 def test_schedule_is_linear_warmup_then_cosine():
     config = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
     assert [config.lr_at(step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
@@ -274,17 +264,29 @@ def test_a_run_in_use_and_other_settings_are_refused(baseline):
     assert losses(baseline)[-1][0] == 6
 
 
-@pytest.mark.parametrize(
-    ("config", "spec", "words"),
-    [
-        (dataclasses.replace(CONFIG, freeze=("kda:0-",)), SPEC, "family 'kda': no layer has it"),
-        (CONFIG, Spec.from_layout("gla", vocab_size=12, d_model=16, num_layers=1, num_heads=2), "not built yet"),
-    ],
-)
-def test_what_cannot_be_trained_leaves_nothing_behind(tmp_path, config, spec, words):
-    with pytest.raises(ValueError, match=words):
-        train(tmp_path / "bad", spec, TASK, config, settings={}, progress=False)
+def test_what_cannot_be_trained_leaves_nothing_behind(tmp_path):
+    config = dataclasses.replace(CONFIG, freeze=("kda:0-",))
+    with pytest.raises(ValueError, match="family 'kda': no layer has it"):
+        train(tmp_path / "bad", SPEC, TASK, config, settings={}, progress=False)
     assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["gla kda mamba2[head_dim=8] lightning", "heads(3:swa[window=5], 1:kda) mix(gdn + nope)[fuse=scale]"],
+)
+def test_every_mixer_trains_and_resumes_exactly(tmp_path, layout):
+    """Every parameter of every kind moves."""
+    spec = Spec.from_layout(layout, vocab_size=12, d_model=16, num_layers=4, num_heads=4, num_kv_heads=2, d_ff=24)
+    config = dataclasses.replace(CONFIG, steps=4, weight_decay=0.0)
+    paths = (tmp_path / "whole", tmp_path / "stopped")
+    model = train(paths[0], spec, TASK, config, settings={}, progress=False)
+    start = LM(spec, seed=config.seed).state_dict()
+    assert [name for name, value in model.state_dict().items() if torch.equal(value, start[name])] == []
+    with pytest.raises(Interrupted):
+        train(paths[1], spec, StopAt(1), config, settings={}, progress=False)
+    train(paths[1], spec, TASK, config, settings={}, progress=False)
+    assert final_bytes(paths[1]) == final_bytes(paths[0])
 
 
 def test_a_branch_of_another_model_is_refused(baseline, tmp_path):

@@ -31,6 +31,7 @@ from plait.spec import Spec
 from plait.terminal import progress_bar
 from plait.train.checkpoint import Checkpoint, check_settings, checkpoints, claim, load_optimizer, save_checkpoint
 from plait.train.config import TrainConfig
+from plait.train.optimizer import make_optimizer
 
 
 class Interrupted(RuntimeError):
@@ -156,19 +157,6 @@ def _begin(run: Path, spec: Spec, settings: dict[str, Any], branch: Path | None)
     spec.save(run / "spec.json")
     write_json(run / "config.json", settings)
     return start
-
-
-def make_optimizer(model: LM, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices only; embeddings, norms, biases and decay parameters are left alone."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed, plain = [], []
-    for parameter in model.parameters():
-        (decayed if parameter.ndim >= 2 and id(parameter) not in embeddings else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2))
 
 
 def freeze(model: LM, config: TrainConfig, step: int) -> None:
