@@ -232,14 +232,22 @@ def bench(arguments: Sequence[str]) -> None:
     parser = _parser(
         "bench",
         "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers.",
-        "plait bench mixers",
+        "plait bench mixers --case kda,gla --lengths 1024,4096",
         "mixers",
     )
     parser.add_argument("what", type=str, help="mixers")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--lengths", type=_several(int), help="tokens T (default: those of the project's own bars)")
-    parser.add_argument("--cases", type=_several(str), help="of gdn, gdn-start, window (default: all)")
-    parser.add_argument("--repeats", type=int, default=9, help="measurements each median is of")
+    parser.add_argument(
+        "--case",
+        "--cases",
+        type=_several(str),
+        help="roofline, gdn, kda, gla, mamba2, lightning, head-wise, fla-layer, decode, window or gdn-start, or several"
+        " (default: all)",
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="measurements each median is of, fewer if slow")
+    parser.add_argument("--without", type=_several(str), help="leave out competitors: words of names, as compiled,fla")
+    parser.add_argument("--minutes", type=float | None, help="begin nothing after this time")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     if args.what != "mixers":
@@ -247,7 +255,14 @@ def bench(arguments: Sequence[str]) -> None:
 
     from plait.bench.mixers import bench_mixers, print_rows
 
-    rows = bench_mixers(device=_device(args.device), cases=args.cases, lengths=args.lengths, repeats=args.repeats)
+    rows = bench_mixers(
+        device=_device(args.device),
+        cases=args.case,
+        lengths=args.lengths,
+        repeats=args.repeats,
+        without=args.without,
+        minutes=args.minutes,
+    )
     print(json.dumps(rows, indent=1)) if args.json else print_rows(rows)
 
 

@@ -1,21 +1,23 @@
 """`plait bench mixers`: token mixers against other implementations, in one process, interleaved, as rows.
 
-A case is a function (device, lengths, repeats) -> rows; to add one, write it and name it in CASES. Rows of one case
-and length come from one run and carry `ratio`: the competitor's figure over plait's, so above 1 plait is ahead.
+A case is a function from Options to steps, each of which gives rows; to add one, write it and name it in CASES. Rows of
+one step are measured together and carry `ratio`: the competitor's figure over plait's, so above 1 plait is ahead.
+Where the project promises a ratio, `bar` is it and `met` says whether it holds.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from plait.bench.rows import OURS, Options, Row, Step, device_name, print_rows
+from plait.fields import suggest
+from plait.terminal import progress_bar
 
-Row = dict[str, Any]
+__all__ = ["CASES", "bench_mixers", "print_rows"]
 
 
 def bench_mixers(
@@ -24,219 +26,130 @@ def bench_mixers(
     cases: Sequence[str] | None = None,
     lengths: Sequence[int] | None = None,
     repeats: int = 9,
+    without: Sequence[str] | None = None,
+    minutes: float | None = None,
 ) -> list[Row]:
-    """Run cases and return their rows: case, competitor, device, shape, pass, median_ms or seconds, memory, ratio.
+    """Run cases and return their rows: case, competitor, device, dtype, shape, pass, median_ms, memory, ratio, ...
 
-    cases: names in CASES; None: all. lengths: tokens a row, instead of each case's own. A competitor that cannot run
-    has a row whose `note` says why.
+    cases: names in CASES; None: all. lengths: tokens a row, instead of each case's own. without: words in the names of
+    competitors to leave out. minutes: no step begins later. What cannot run has a row whose `note` says why.
     """
     import torch
 
     cases = cases or tuple(CASES)
-    unknown = [name for name in cases if name not in CASES]
-    if unknown:
-        raise ValueError(f"cases: {unknown[0]!r} is unknown; choose from {', '.join(CASES)}")
-    return [row for name in cases for row in CASES[name](torch.device(device), lengths, repeats)]
+    for name in cases:
+        if name not in CASES:
+            raise ValueError(f"cases: {name!r} is unknown; {suggest(name, CASES)}")
+    for field, value, least in (("repeats", repeats, 1), *(("lengths", length, 2) for length in lengths or ())):
+        if value < least:
+            raise ValueError(f"{field}: {value}; it must be at least {least}")
+    options = Options(torch.device(device), tuple(lengths) if lengths else None, repeats, tuple(without or ()))
+    steps = [(name, *step) for name in cases for step in CASES[name](options)]
+    return _run(steps, options, minutes)
 
 
-def gdn(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> list[Row]:
-    """The gated delta rule, forward and forward + backward.
+def _run(
+    steps: Sequence[tuple[str, str, Callable[[], list[Row]]]], options: Options, minutes: float | None
+) -> list[Row]:
+    """Every step in turn, with a bar on a terminal and a line a step elsewhere. A step that raises is a row."""
+    from plait.bench.timing import reason
 
-    CPU: fp32, 4 heads of 64, against the torch code of transformers. CUDA: bf16, 8 heads of 128, against
-    flash-linear-attention's KDA with one decay for all channels, which is the same function (its own gated delta rule
-    refuses the backward on Hopper GPUs with the Triton that torch 2.11 brings).
-    """
-    import torch
-
-    from plait.bench.timing import interleaved_ms, peak_bytes, saved_bytes
-
+    bar = sys.stderr.isatty()
+    start = time.monotonic()
     rows: list[Row] = []
-    for length in lengths or ((4096, 32768) if device.type == "cuda" else (4096,)):
-        competitors, absent = _gdn_competitors(device)
-        inputs = gdn_inputs(device, length)
-        shape = _shape_fields(inputs)
-        runs = {name: make(inputs) for name, make in competitors.items()}
-        do_BTHV = torch.randn_like(inputs[2])
-
-        def forward(name: str, runs=runs) -> None:
-            call, leaves = runs[name]
-            with torch.no_grad():
-                call(*leaves)
-
-        def both(name: str, runs=runs, do_BTHV=do_BTHV) -> None:
-            call, leaves = runs[name]
-            torch.autograd.grad(call(*leaves), leaves, do_BTHV)
-
-        for kind, run in (("forward", forward), ("forward+backward", both)):
-            calls = {name: lambda name=name, run=run: run(name) for name in runs}
-            medians = interleaved_ms(calls, device=device, repeats=repeats)
-            for name, ms in medians.items():
-                row = {"case": "gdn", "competitor": name, **shape, "pass": kind, "median_ms": ms}
-                row["ratio"] = ms / medians["plait"]
-                row["peak_mb"] = _mb(peak_bytes(calls[name], device))
-                if kind == "forward+backward" and not name.endswith("compiled"):
-                    call, leaves = runs[name]
-                    row["saved_mb"] = _mb(saved_bytes(lambda call=call, leaves=leaves: call(*leaves)))
-                rows.append(row)
-        rows += [{"case": "gdn", "competitor": name, **shape, "note": why} for name, why in absent.items()]
+    with progress_bar(len(steps), show=bar, label="bench") as advance:
+        for done, (case, label, step) in enumerate(steps):
+            seconds = time.monotonic() - start
+            advance(done, label)
+            if not bar:
+                eta = f", about {seconds / done * (len(steps) - done):.0f} s left" if done else ""
+                print(f"{done + 1}/{len(steps)} {label} ({seconds:.0f} s{eta})", file=sys.stderr, flush=True)
+            late = minutes is not None and seconds > 60 * minutes
+            note = f"not run: {minutes:g} minutes were over" if late else None
+            try:
+                rows += [] if note else step()
+            except Exception as error:
+                note = reason(error)
+            if note:
+                rows.append({"case": case, "device": device_name(options.device), "competitor": label, "note": note})
+        advance(len(steps))
     return rows
 
 
-def gdn_start(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> list[Row]:
+def _rule(name: str, options: Options) -> list[Step]:
+    from plait.bench.rules import steps
+
+    return steps(name, options)
+
+
+def gdn_start(options: Options) -> list[Step]:
     """Seconds from the start of a fresh process to the end of its first forward + backward, imports counted: once with
     empty compilation caches, then once with those that the first process left."""
-    from plait.bench.timing import seconds_to_first_line
+    from plait.bench.rules import RULES
 
-    length = min(lengths) if lengths else 4096
-    competitors, absent = _gdn_competitors(device)
-    shape = {"device": _device_name(device), "length": length}
-    rows: list[Row] = []
-    for name in competitors:
-        code = f"from plait.bench.mixers import gdn_first_step; gdn_first_step({name!r}, {str(device)!r}, {length})"
+    length = min(options.lengths or (4096,))
+    ours: dict[str, float] = {}
+    """seconds of plait, which comes first, by pass"""
+
+    def rows(name: str) -> list[Row]:
+        from plait.bench.timing import seconds_to_first_line
+
+        fields = {"case": "gdn-start", "competitor": name, "device": device_name(options.device), "length": length}
+        code = "from plait.bench.mixers import gdn_first_step; gdn_first_step"
+        code += f"({name!r}, {str(options.device)!r}, {length})"
+        result = []
         with tempfile.TemporaryDirectory() as folder:
             caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
             for kind in ("first step, empty caches", "first step, full caches"):
                 seconds = seconds_to_first_line(code, env=caches | {"FLA_CACHE_RESULTS": "1"})
-                rows.append({"case": "gdn-start", "competitor": name, **shape, "pass": kind, "seconds": seconds})
-    ours = {row["pass"]: row["seconds"] for row in rows if row["competitor"] == "plait"}
-    for row in rows:
-        row["ratio"] = row["seconds"] / ours[row["pass"]]
-    return rows + [{"case": "gdn-start", "competitor": name, **shape, "note": why} for name, why in absent.items()]
+                if name == OURS:
+                    ours[kind] = seconds
+                ratio = {"ratio": seconds / ours[kind]} if kind in ours else {}
+                result.append({**fields, "pass": kind, "seconds": seconds, **ratio})
+        return result
 
-
-def _window(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> list[Row]:
-    from plait.bench.window import window
-
-    return [{"device": _device_name(device), **row} for row in window(device, lengths, repeats)]
-
-
-CASES: dict[str, Callable[[torch.device, Sequence[int] | None, int], list[Row]]] = {
-    "gdn": gdn,
-    "gdn-start": gdn_start,
-    "window": _window,
-}
+    return [(f"gdn-start, {name}", partial(rows, name)) for name in RULES["gdn"].sides(options)]
 
 
 def gdn_first_step(name: str, device: str, length: int) -> None:
     """What the fresh process of gdn_start does; it prints when its first step is done."""
     import torch
 
-    inputs = gdn_inputs(torch.device(device), length)
-    call, leaves = _gdn_competitors(torch.device(device))[0][name](inputs)
+    from plait.bench.rows import batch_of
+    from plait.bench.rules import HEADS, RULES, Draw
+
+    place = torch.device(device)
+    H, E = HEADS["cuda" if place.type == "cuda" else "cpu"][-1]
+    inputs = RULES["gdn"].inputs(Draw(place, batch_of(place, length), length, H, E))
+    call, leaves = RULES["gdn"].sides(Options(place))[name](inputs)
     grads = torch.autograd.grad(call(*leaves).sum(), leaves)
     print(f"first step done, dq[0] = {grads[0].flatten()[0].item():.3g}", flush=True)
 
 
-def gdn_inputs(device: torch.device, length: int) -> list[Tensor]:
-    """q, k, v, g, beta with decays as at Gated DeltaNet's initialization."""
-    import torch
-    import torch.nn.functional as F
+def _layers(case: str, options: Options) -> list[Step]:
+    from plait.bench import layers
 
-    cuda = device.type == "cuda"
-    B, H, K = (min(8, max(1, 65536 // length)), 8, 128) if cuda else (1, 4, 64)
-    dtype = torch.bfloat16 if cuda else torch.float32
-    rng = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng, device=device)
-
-    q_BTHK, k_BTHK = (F.normalize(normal(B, length, H, K), dim=-1).to(dtype) for _ in range(2))
-    rate_H = torch.empty(H, device=device).uniform_(0.1, 16, generator=rng)
-    bias_H = torch.empty(H, device=device).uniform_(-6.9, -2.3, generator=rng)  # log-uniform in [1e-3, 0.1]
-    g_BTH = -rate_H * F.softplus(normal(B, length, H) + bias_H)
-    return [q_BTHK, k_BTHK, normal(B, length, H, K).to(dtype), g_BTH, normal(B, length, H).sigmoid()]
+    return getattr(layers, case)(options)
 
 
-def _gdn_competitors(device: torch.device) -> tuple[dict[str, Callable], dict[str, str]]:
-    """name -> function from inputs to (a call giving o_BTHV, its leaves), and the absent ones with the reason."""
-    import torch
+def _roofline(options: Options) -> list[Step]:
+    from plait.bench.roofline import roofline
 
-    from plait.mixers.delta import delta_chunk
-    from plait.mixers.seq import Seq
-
-    def leaves_of(inputs: Sequence[Tensor]) -> list[Tensor]:
-        return [x.detach().clone().requires_grad_() for x in inputs]
-
-    def plait(inputs: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
-        B, T = inputs[0].shape[:2]
-        seq = Seq.build((B, T), inputs[0].device)
-        return (lambda *x: delta_chunk(*x, None, seq)[0]), leaves_of(inputs)
-
-    def plait_compiled(inputs: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
-        call, leaves = plait(inputs)
-        return torch.compile(call, dynamic=False), leaves
-
-    def transformers(inputs: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
-        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-
-        return (lambda q, k, v, g, beta: torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[0]), leaves_of(inputs)
-
-    def fla(inputs: Sequence[Tensor]) -> tuple[Callable, list[Tensor]]:
-        from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
-
-        q, k, v, g, beta = inputs
-        g_BTHK = g[..., None].expand_as(k)
-        return (lambda q, k, v, g, beta: chunk_kda(q, k, v, g=g, beta=beta)[0]), leaves_of((q, k, v, g_BTHK, beta))
-
-    if device.type != "cuda":
-        return {"plait": plait, "transformers": transformers}, {}
-    ours = {"plait": plait, "plait compiled": plait_compiled}
-    if importlib.util.find_spec("fla") is None:
-        return ours, {"fla": "not installed: pip install flash-linear-attention"}
-    return ours | {"fla": fla}, {}
+    return roofline(options)
 
 
-COLUMNS = {
-    "length": "length",
-    "batch": "batch",
-    "pass": "pass",
-    "competitor": "competitor",
-    "median_ms": "ms",
-    "seconds": "seconds",
-    "us_per_token": "us/token",
-    "ratio": "x plait",
-    "peak_mb": "peak MB",
-    "saved_mb": "saved MB",
-    "note": "",
+def _window(options: Options) -> list[Step]:
+    from plait.bench.window import window
+
+    return window(options)
+
+
+CASES: dict[str, Callable[[Options], list[Step]]] = {
+    "roofline": _roofline,
+    **{name: partial(_rule, name) for name in ("gdn", "kda", "gla", "mamba2", "lightning")},
+    "head-wise": partial(_layers, "head_wise"),
+    "fla-layer": partial(_layers, "fla_layer"),
+    "decode": partial(_layers, "decode"),
+    "window": _window,
+    "gdn-start": gdn_start,
 }
-"""fields of a row that the table shows, and their headings"""
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """One table a case, competitors side by side; columns that a case does not fill are left out."""
-    from rich.table import Table
-
-    from plait.terminal import console
-
-    for case in dict.fromkeys(row["case"] for row in rows):
-        own = [row for row in rows if row["case"] == case]
-        shown = [key for key in COLUMNS if any(row.get(key) is not None for row in own)]
-        device = own[0].get("device", "")
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for key in shown:
-            words = key in ("pass", "competitor", "note")
-            table.add_column(COLUMNS[key], justify="left" if words else "right", no_wrap=True)
-        for row in own:
-            table.add_row(*(_shown(row.get(key)) for key in shown))
-        console().print(f"{case}, {device}", table, "", sep="\n")
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _shape_fields(inputs: Sequence[Tensor]) -> Row:
-    q_BTHK = inputs[0]
-    B, T, H, K = q_BTHK.shape
-    dtype = str(q_BTHK.dtype).removeprefix("torch.")
-    return {"device": _device_name(q_BTHK.device), "dtype": dtype, "batch": B, "length": T, "heads": H, "head_dim": K}
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)"
-
-
-def _mb(size: int | None) -> float | None:
-    return None if size is None else size / 2**20

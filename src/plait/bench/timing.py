@@ -8,26 +8,76 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 # A single GPU call would also be charged for the host's launches that a training step hides behind the previous ones.
 CALLS_PER_SAMPLE = {"cuda": 3}
+SLOW_MS = 300.0
+NOTE_LENGTH = 150
 
 
-def interleaved_ms(
-    calls: Mapping[str, Callable[[], object]], *, device: torch.device, repeats: int = 9, warmup: int = 3
-) -> dict[str, float]:
-    """Median milliseconds of one call of each competitor. What compiles does so in the warm-up."""
-    for call in calls.values():
-        for _ in range(warmup):
-            call()
+@dataclass(frozen=True)
+class Timing:
+    """One competitor's: the median of `repeats` samples, or a note that says why there is none."""
+
+    median_ms: float | None = None
+    repeats: int = 0
+    note: str | None = None
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]], *, device: torch.device, repeats: int = 9, budget_s: float = 2.0
+) -> dict[str, Timing]:
+    """Milliseconds of one call of each competitor, in the order given. What compiles does so in the warm-up.
+
+    A competitor slower than budget_s / repeats has fewer samples, so that one slow one does not cost minutes, and one
+    slower than budget_s no sample but its warm-up. One that raises has a note.
+    """
+    timings: dict[str, Timing] = {}
+    planned: dict[str, int] = {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            samples[name].append(_sample_ms(call, device))
-    return {name: statistics.median(values) for name, values in samples.items()}
+    for name, call in calls.items():
+        try:
+            ms = _warm_up_ms(call, device)
+            planned[name] = min(repeats, int(budget_s * 1e3 / (ms * CALLS_PER_SAMPLE.get(device.type, 1))))
+            if not planned[name]:
+                samples[name].append(ms)
+        except Exception as error:
+            timings[name] = Timing(note=reason(error))
+    for i in range(repeats):
+        for name in [name for name, count in planned.items() if i < count and name not in timings]:
+            try:
+                samples[name].append(_sample_ms(calls[name], device))
+            except Exception as error:
+                timings[name] = Timing(note=reason(error))
+    medians = {
+        name: Timing(median_ms=statistics.median(values), repeats=len(values))
+        for name, values in samples.items()
+        if name not in timings
+    }
+    return {name: {**medians, **timings}[name] for name in calls}
+
+
+def reason(error: Exception) -> str:
+    """An exception in one short line. Frees what an exhausted GPU still holds for reuse."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in text:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return "out of memory"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error.name} is not installed"
+    words = text or type(error).__name__
+    return words if len(words) <= NOTE_LENGTH else words[: NOTE_LENGTH - 3] + "..."
+
+
+def _warm_up_ms(call: Callable[[], object], device: torch.device) -> float:
+    """What a call takes after what compiles has done so; on a CPU nothing does, and a slow call is not made again."""
+    ms = _sample_ms(call, device)
+    return ms if device.type != "cuda" and ms > SLOW_MS else _sample_ms(call, device)
 
 
 def _sample_ms(call: Callable[[], object], device: torch.device) -> float:

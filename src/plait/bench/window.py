@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from plait.bench.timing import interleaved_ms, peak_bytes, saved_bytes
+from plait.bench.rows import Options, Row, Step, device_name, dtype_name, dtype_of, mb, measure
+from plait.bench.timing import saved_bytes
 from plait.mixers.attention import attend
 from plait.mixers.seq import Seq
 
@@ -15,46 +16,31 @@ WINDOW = 256
 LENGTHS = (2048, 4096, 8192, 16384)
 
 
-def window(device: torch.device, lengths: Sequence[int] | None, repeats: int) -> list[dict[str, Any]]:
+def window(options: Options) -> list[Step]:
     """Forward + backward of one row, 4 query heads and 2 KV heads of 64, window 256; us_per_token tells the growth."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rows = []
-    for length in lengths or LENGTHS:
-        generator = torch.Generator(device).manual_seed(0)
-        shapes = [(1, length, heads, 64) for heads in (4, 2, 2, 4)]
-        q, k, v, do = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
-        sink = torch.zeros(4, device=device, requires_grad=True)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        seq = Seq.build((1, length), device)
+    return [(f"window, {T} tokens", partial(_window, options, T)) for T in options.lengths_or(LENGTHS, LENGTHS)]
 
-        def windowed(leaves=leaves, seq=seq, sink=sink) -> torch.Tensor:
-            return attend(*leaves, seq, window_size=WINDOW, sink=sink)
 
-        def full(leaves=leaves, seq=seq) -> torch.Tensor:
-            return attend(*leaves, seq)
+def _window(options: Options, length: int) -> list[Row]:
+    device, dtype = options.device, dtype_of(options.device)
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(1, length, heads, 64) for heads in (4, 2, 2, 4)]
+    q, k, v, do = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    sink_H = torch.zeros(4, device=device, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    seq = Seq.build((1, length), device)
 
-        forwards = {f"window {WINDOW}, sink": windowed, "full": full}
+    def windowed() -> Tensor:
+        return attend(*leaves, seq, window_size=WINDOW, sink=sink_H)
 
-        def both(forward, leaves=leaves, do=do) -> None:
-            torch.autograd.grad(forward(), leaves, do)
+    def full() -> Tensor:
+        return attend(*leaves, seq)
 
-        calls = {name: lambda forward=forward: both(forward) for name, forward in forwards.items()}
-        medians = interleaved_ms(calls, device=device, repeats=repeats)
-        first = next(iter(medians.values()))
-        for name, ms in medians.items():
-            peak = peak_bytes(calls[name], device)
-            rows.append(
-                {
-                    "case": "window",
-                    "competitor": name,
-                    "length": length,
-                    "batch": 1,
-                    "pass": "forward+backward",
-                    "median_ms": ms,
-                    "us_per_token": 1e3 * ms / length,
-                    "ratio": ms / first,
-                    "saved_mb": saved_bytes(forwards[name]) / 2**20,
-                    "peak_mb": None if peak is None else peak / 2**20,
-                }
-            )
-    return rows
+    forwards = {f"window {WINDOW}, sink": windowed, "full": full}
+    calls = {name: lambda run=run: torch.autograd.grad(run(), leaves, do) for name, run in forwards.items()}
+    fields = {"case": "window", "device": device_name(device), "dtype": dtype_name(dtype), "batch": 1, "length": length}
+
+    def more(name: str, ms: float) -> Row:
+        return {"us_per_token": 1e3 * ms / length, "saved_mb": mb(saved_bytes(forwards[name]))}
+
+    return measure(calls, fields | {"heads": 4, "head_dim": 64, "pass": "forward+backward"}, options, timed=more)
