@@ -1,8 +1,8 @@
 """Spaced Retrieval at 003's own settings: who gets the retrieval job, KDA or softmax attention?
 
 Claim (003, 3.2 and 3.3.1): trained together at gaps 64 and 8192, attention's layer retrieval score first rises, then
-falls, while KDA's ends far above it; accuracy at the long gap is 100% long before. Frozen from the start, KDA leaves the
-job to attention.
+falls, while KDA's ends far above it; accuracy at the long gap is 100% long before. Frozen from the start, KDA leaves
+the job to attention.
 Counts against it, at the longer gap: in `vanilla`, an attention score after the last update that is above a tenth of
 KDA's or above half of attention's own peak, a peak after update 600, or an accuracy under 99% at update 500; in
 `frozen`, an attention score after the last update that is not above KDA's.

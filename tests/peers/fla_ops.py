@@ -288,15 +288,11 @@ def attention(
 ):
     """parallel_attn."""
     from plait.mixers import attention as torch_attention
-    from plait.mixers import fla, flex
 
     assert g is None
     if scale is not None:  # plait's scale is 1 / sqrt(E)
         q = q * (scale * math.sqrt(q.shape[-1]))
     seq = _seq(q, cu_seqlens)
-    if backend in ("fla", "flex"):
-        run = fla.attend_fla if backend == "fla" else flex.attend_flex
-        return run(q, k, v, seq, window_size=window_size, sink_H=sink_bias)
     if backend == "naive":
         outs = []
         for part in zip(*(seq.split(x) for x in (q, k, v)), strict=True):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from plait.config import Gdn, Gla, Heads, Kda, Lightning, Mamba2, Mix, Mixer, Softmax
-from plait.fields import show, suggest
-from plait.mixers.base import BACKENDS, Backend
+from plait.mixers.base import Backend, check_backend
 from plait.mixers.base import Mixer as MixerModule
 from plait.mixers.compose import HeadWise, Mixed
 from plait.mixers.gdn import GatedDeltaNet
@@ -26,8 +25,7 @@ LEAVES: dict[type, type[MixerModule]] = {
 
 def build_mixer(config: Mixer, d_model: int, backend: Backend) -> MixerModule:
     """The module of a mixer's config."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {show(backend)}; {suggest(str(backend), BACKENDS)}")
+    check_backend(backend)
 
     def build(leaf, d_model: int) -> MixerModule:
         return LEAVES[type(leaf)](leaf, d_model)

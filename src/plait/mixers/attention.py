@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.mixers.flex import attend_flex, flex_serves
 from plait.mixers.seq import Seq
 
 MASK_ELEMENTS = 1 << 24
@@ -44,13 +45,16 @@ def attend(
     sink: Tensor | None = None,
     past: tuple[Tensor, Tensor, Tensor] | None = None,
     position_BT: Tensor | None = None,
-    backend: str = "torch",
 ) -> Tensor:
     """Causal attention of new tokens to each other, o_BTHE, in time and memory linear in T for a fixed window.
 
     past: keys, values and positions [B, P, ...] of the tokens just before, in order (windowed layers only; position_BT
-    are then those of the new tokens). A ragged `seq` is taken sequence by sequence.
+    are then those of the new tokens). A ragged `seq` is taken sequence by sequence, except by FlexAttention, which
+    takes windows and sinks on a GPU.
     """
+    plain = sink is None and (window_size is None or seq is None or window_size >= max(seq.lengths))
+    if seq is not None and past is None and not plain and flex_serves(q_BTHE):
+        return attend_flex(q_BTHE, k_BTGE, v_BTGE, seq, window_size=window_size, sink_H=sink)
     if seq is not None and not seq.dense:
         parts = zip(seq.split(q_BTHE), seq.split(k_BTGE), seq.split(v_BTGE), strict=True)
         outs = [attend(*part, None, window_size=window_size, sink=sink) for part in parts if part[0].shape[1]]

@@ -14,6 +14,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from plait.fields import show, suggest
 from plait.mixers.seq import Seq
 
 Backend = Literal["naive", "torch", "fla", "auto"]
@@ -103,9 +104,19 @@ class Mixer(nn.Module):
         assert self.o is not None
         return self.o(o_BTHV.flatten(-2))
 
-    def set_backend(self, backend: Backend) -> None:
-        """naive, torch or fla, of a composition's parts too; `auto` is what a model resolves."""
-        self.backend = backend
+    def set_backend(self, backend: Backend, *, fall_back: bool = False) -> None:
+        """naive, torch or fla (`auto` is what a model resolves), of a composition's parts too.
+
+        Raises ValueError where fla cannot take this mixer, or with fall_back leaves it to torch.
+        """
+        why = self.why_not_fla() if backend == "fla" else None
+        if why is not None and not fall_back:
+            raise ValueError(f"{why}; use backend torch, or auto")
+        self.backend = backend if why is None else "torch"
+
+    def why_not_fla(self) -> str | None:
+        """Why the fla backend cannot take this mixer; None if it can."""
+        return None
 
     def tapped(self, seq: Seq, **tensors: Tensor) -> tuple[Tensor, ...]:
         """Tensors through the named points of their names."""
@@ -124,8 +135,14 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
 
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend = {show(backend)}; {suggest(str(backend), BACKENDS)}")
+
+
 def resolve(backend: Backend, device: torch.device, dtype: torch.dtype) -> Backend:
-    """What a backend means on a device. `auto` is fla where that can serve, and says once what it took.
+    """What a backend means for tensors of a device and dtype. `auto` is fla where that is there, right and faster, and
+    says once what it took.
 
     Raises ValueError where fla is asked for and cannot serve.
     """
@@ -133,9 +150,13 @@ def resolve(backend: Backend, device: torch.device, dtype: torch.dtype) -> Backe
         return backend
     from plait.mixers.fla import why_not
 
-    why = why_not(device) or ("it does not compute in float64" if dtype == torch.float64 else None)
+    why = why_not(device)
+    if why is None and dtype == torch.float64:
+        why = "its kernels do not compute in float64"
     if backend == "auto":
-        _announce(f"backend auto: {f'torch ({why})' if why else 'fla'} on {device.type}")
+        if why is None and dtype == torch.float32:
+            why = "for float32, which its kernels multiply in TF32"
+        _announce(f"backend auto: torch ({why})" if why else "backend auto: fla")
         return "torch" if why else "fla"
     if why is not None:
         raise ValueError(f"backend = 'fla': {why}; use torch, or auto")

@@ -70,9 +70,16 @@ def add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return c.add_(mm(a, b)) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
 
 
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a * b, computed in the wider dtype of the two and rounded once, without a wide copy in between."""
+    if torch.compiler.is_compiling() or torch.promote_types(a.dtype, b.dtype) == dtype:
+        return (a * b).to(dtype)
+    return torch.mul(a, b, out=a.new_empty(torch.broadcast_shapes(a.shape, b.shape), dtype=dtype))
+
+
 def mul_rows(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
-    """Rows of all queries times something each token has once."""
-    return (x_NRX.unflatten(1, (-1, gate_NCX.shape[1])) * gate_NCX[:, None]).flatten(1, 2)
+    """Rows of all queries times something each token has once, in the rows' dtype."""
+    return product(x_NRX.unflatten(1, (-1, gate_NCX.shape[1])), gate_NCX[:, None], x_NRX.dtype).flatten(1, 2)
 
 
 def mul_rows_(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
@@ -88,13 +95,17 @@ def sum_rows(x_NRX: Tensor, size: int) -> Tensor:
 
 def least(dtype: torch.dtype) -> float:
     """Products of two factors below this would leave the normal floating-point numbers, which a CPU multiplies some
-    hundred times slower: they count as 0."""
+    hundred times slower: they count as 0 there."""
     return torch.finfo(dtype).tiny ** 0.4
 
 
+def drop_small_(x: Tensor) -> Tensor:
+    return x if x.is_cuda else torch.threshold_(x, least(x.dtype), 0.0)
+
+
 def exp2_(x: Tensor) -> Tensor:
-    """2^x in place, 0 below `least`. (A CPU's exp is slow wherever the result is near zero; exp2 is not.)"""
-    return torch.threshold_(x, math.log2(least(x.dtype)), -math.inf).exp2_()
+    """2^x in place. (A CPU's exp is slow wherever the result is near zero; exp2 is not.)"""
+    return x.exp2_() if x.is_cuda else torch.threshold_(x, math.log2(least(x.dtype)), -math.inf).exp2_()
 
 
 def make_decay(g_BTS: Tensor, dtype: torch.dtype, scale: float, chunks: Chunks) -> ScalarDecay | ChannelDecay:
@@ -132,7 +143,7 @@ class ScalarDecay:
     def pairs_back(
         self, k_NCK: Tensor, rows: list[Tensor], pairs: list[Tensor], grads: list[Tensor]
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Gradients of k [N, C, K], of the rows, and of b [N, C, 1], from those of the pair sums; overwrites both."""
+        """Gradients of k [N, C, K], of the rows, and of b [N, C, J], from those of the pair sums. Overwrites both."""
         dk_NCK, drows, db_NC = None, [], 0
         for x_NRK, p_NRC, dp_NRC in zip(rows, pairs, grads, strict=True):
             # The gradient of b_t - b_s is that of P_ts times P_ts: row sums minus column sums. (q dq - k dk is the
@@ -169,11 +180,8 @@ class ChannelDecay:
         """From halves of h tokens to blocks of 2h: enter holds the product of the decays from the first token of a
         half to token t, leave that from the one after token s to the last."""
         enter, leave = (x.unflatten(1, (-1, 2, h)) for x in (enter_NCK, leave_NCK))
-        small = least(enter.dtype)
-        leave[:, :, 0].mul_(enter[:, :, 1, -1:])
-        torch.threshold_(leave[:, :, 0], small, 0.0)
-        enter[:, :, 1].mul_(enter[:, :, 0, -1:])
-        torch.threshold_(enter[:, :, 1], small, 0.0)
+        drop_small_(leave[:, :, 0].mul_(enter[:, :, 1, -1:]))
+        drop_small_(enter[:, :, 1].mul_(enter[:, :, 0, -1:]))
 
     def _levels(self, k_NCK: Tensor, rows_NXCK: Tensor):
         """Of every level: (h, factors of the right halves, their rows [N * n, X * h, K], factors of the left halves,
@@ -183,11 +191,12 @@ class ChannelDecay:
         while h < C:
             enter_Nn1hK = enter.unflatten(1, (-1, 2, h))[:, :, 1, None]
             leave_NnhK = leave.unflatten(1, (-1, 2, h))[:, :, 0]
-            right_NnXhK = rows_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2) * enter_Nn1hK
-            left_NnhK = k_NCK.unflatten(1, (-1, 2, h))[:, :, 0] * leave_NnhK
-            right, left = right_NnXhK.to(k_NCK.dtype).flatten(0, 1), left_NnhK.to(k_NCK.dtype).flatten(0, 1)
-            yield h, enter_Nn1hK, right.flatten(1, 2), leave_NnhK, left
-            self._double(enter, leave, h)
+            rows_NnXhK = rows_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2)
+            right_NnXhK = product(rows_NnXhK, enter_Nn1hK, k_NCK.dtype)
+            left_NnhK = product(k_NCK.unflatten(1, (-1, 2, h))[:, :, 0], leave_NnhK, k_NCK.dtype)
+            yield h, enter_Nn1hK, right_NnXhK.flatten(0, 1).flatten(1, 2), leave_NnhK, left_NnhK.flatten(0, 1)
+            if 2 * h < C:
+                self._double(enter, leave, h)
             h *= 2
 
     @staticmethod

@@ -52,10 +52,10 @@ class Composition(Mixer):
         """The parts, by their type."""
         return list(self.parts)  # pyright: ignore[reportReturnType]
 
-    def set_backend(self, backend: Backend) -> None:
-        super().set_backend(backend)
+    def set_backend(self, backend: Backend, *, fall_back: bool = False) -> None:
+        super().set_backend(backend, fall_back=fall_back)
         for part in self.mixers:
-            part.set_backend(backend)
+            part.set_backend(backend, fall_back=fall_back)
 
     def points(self) -> dict[str, Tap]:
         inner = {f"parts.{i}.{name}": tap for i, part in enumerate(self.mixers) for name, tap in part.points().items()}

@@ -39,6 +39,7 @@ from plait.mixers.chunked import (
     mul_rows,
     mul_rows_,
     pack,
+    product,
     runs_in_bf16,
     sum_rows,
     unpack,
@@ -162,12 +163,12 @@ class _Chunked(NamedTuple):
 
     def read(self) -> Tensor:
         """Q'."""
-        return mul_rows(self.q_NRK, self.decay.enter_NCJ * self.scale).to(self.q_NRK.dtype)
+        return mul_rows(self.q_NRK, self.decay.enter_NCJ * self.scale)
 
     def transfer(self, inverse_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K', X and P from T."""
         work, decay = self.k_NCK.dtype, self.decay
-        old_NCK = (self.k_NCK * (decay.enter_NCJ * -self.beta_NC1)).to(work)
+        old_NCK = product(self.k_NCK, decay.enter_NCJ * -self.beta_NC1, work)
         x_NCK = torch.bmm(inverse_NCC.mT, self.k_NCK * decay.leave_NCJ).to(work)
         p_NKK = mm(x_NCK.mT, old_NCK)
         p_NKK.diagonal(dim1=1, dim2=2).add_(decay.enter_NCJ[:, -1])
@@ -194,7 +195,7 @@ class _DeltaChunk(torch.autograd.Function):
             u_NCV = torch.bmm(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV)).to(work)
             o_NRV = add_mm(mm(x.read(), start_NKV), mix_NRC.to(work), u_NCV)
         ctx.chunks = chunks
-        pairs = (mix_NRC, erase_NCC) if x.decay.saves_pairs else ()
+        pairs = (mix_NRC.to(work), erase_NCC) if x.decay.saves_pairs else ()
         ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV, *pairs)
         last_BSKV = chunks.unsort(last_EKV.view(state_BSKV.shape))
         return unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
@@ -208,7 +209,7 @@ class _DeltaChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks)
             work = x.k_NCK.dtype
             do_NRV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            pairs = [p.clone() for p in pairs] or x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
+            pairs = pairs or x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
 
             # dR from the outputs of the chunk, then dS across the chunks, then the rest of dR.
@@ -238,7 +239,7 @@ def _grads(
     dr_NCV: Tensor,
     dend_NKV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. Overwrites the pair sums."""
+    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V."""
     decay, C = x.decay, x.k_NCK.shape[1]
 
     # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The backend `fla`: mixers on the Triton kernels of flash-linear-attention, https://github.com/fla-org.
 
 fla needs triton even to be imported, so every import of it is inside a function: this module loads anywhere, and what
@@ -7,7 +8,7 @@ Sequences are dense rows [B, T, ...], or packed [1, N, ...] and told apart by cu
 sequence and is [K, V] in memory, as everywhere in plait (fla's layers keep [V, K]: their state_v_first).
 
 Shapes: B rows, T tokens a row, H query heads, S states a row, G = H / S, K key size, V value size, C channels,
-W convolution width, E head_dim, N sequences.
+W convolution width, N sequences.
 """
 
 # fla and triton are not where the checker runs
@@ -34,8 +35,6 @@ MIN_SIZE = 16
 """of keys and values: the least that a Triton matrix product takes; smaller ones are padded"""
 MAX_DELTA_KEY = 256
 """fla's delta-rule kernels keep all of K on chip (asserted in chunk_delta_h.py and kda/chunk.py)"""
-MAX_ATTENTION_HEAD = 256
-"""likewise its attention (attn/parallel.py)"""
 
 
 @cache
@@ -54,7 +53,7 @@ def why_not(device: torch.device) -> str | None:
 def why_not_delta(key_size: int) -> str | None:
     """Why this backend cannot take a delta rule with keys of this size, in one line; None if it can."""
     if key_size > MAX_DELTA_KEY:
-        return f"key size {key_size}; its delta-rule kernels take at most {MAX_DELTA_KEY}; use backend torch"
+        return f"key size {key_size}; its delta-rule kernels take at most {MAX_DELTA_KEY}"
     return None
 
 
@@ -205,23 +204,6 @@ def norm_gate_fla(
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
     return rms_norm_gated(o_BTHV, gate_BTHV, weight_V, None, activation=activation, eps=eps)
-
-
-@torch.compiler.disable
-def attend_fla(
-    q_BTHE: Tensor, k_BTGE: Tensor, v_BTGE: Tensor, seq: Seq, *, window_size: int | None, sink_H: Tensor | None
-) -> Tensor:
-    """Causal softmax attention of tokens to each other, o_BTHE, by grouped queries, in a window, with a sink logit."""
-    _check(q_BTHE, k_BTGE, v_BTGE)
-    if q_BTHE.shape[-1] > MAX_ATTENTION_HEAD:
-        raise ValueError(f"backend fla: head_dim {q_BTHE.shape[-1]}; its attention takes {MAX_ATTENTION_HEAD} at most")
-    if not q_BTHE.numel():
-        return torch.zeros_like(q_BTHE)
-    from fla.ops.attn.parallel import parallel_attn
-
-    sink = None if sink_H is None else sink_H.float()
-    cu_seqlens, _ = _packing(seq)
-    return parallel_attn(q_BTHE, k_BTGE, v_BTGE, window_size=window_size, cu_seqlens=cu_seqlens, sink_bias=sink)
 
 
 def _installed() -> str | None:

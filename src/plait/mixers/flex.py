@@ -22,29 +22,39 @@ MIN_HEAD = 16
 """the least head_dim that the kernel takes"""
 
 
+def flex_serves(q_BTHE: Tensor) -> bool:
+    """On a GPU in half precision, where its kernel is both right and the fastest; compiled anew for every head size and
+    group, which takes seconds, so not inside of another compilation."""
+    half = q_BTHE.dtype in (torch.bfloat16, torch.float16)
+    sizes = q_BTHE.numel() > 0 and q_BTHE.shape[-1] >= MIN_HEAD
+    return q_BTHE.is_cuda and half and sizes and not torch.compiler.is_compiling()
+
+
 def attend_flex(
     q_BTHE: Tensor, k_BTGE: Tensor, v_BTGE: Tensor, seq: Seq, *, window_size: int | None, sink_H: Tensor | None
 ) -> Tensor:
     """Causal softmax attention of tokens to each other, o_BTHE, by grouped queries, in a window, with a sink logit."""
-    E = q_BTHE.shape[-1]
-    if E < MIN_HEAD:
-        raise ValueError(f"backend flex: head_dim {E}; FlexAttention takes {MIN_HEAD} or more")
-    if not q_BTHE.numel():
-        return torch.zeros_like(q_BTHE)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTGE, v_BTGE))
     mask = seq.once(("flex mask", window_size), lambda: block_mask(seq, window_size))
-    o_BHTE, aux = _compiled()(
-        q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
-    )
+    # fullgraph: past the limit of recompilations an error, not the uncompiled form, which would take T x T memory
+    with torch._dynamo.config.patch(recompile_limit=256):
+        o_BHTE, lse_BHT = _compiled()(q, k, v, mask, sink_H is not None)
     if sink_H is not None:
-        assert aux.lse is not None
-        o_BHTE = (o_BHTE * torch.sigmoid(aux.lse - sink_H[:, None])[..., None]).to(o_BHTE.dtype)
+        assert lse_BHT is not None
+        o_BHTE = (o_BHTE * torch.sigmoid(lse_BHT - sink_H[:, None])[..., None]).to(o_BHTE.dtype)
     return o_BHTE.transpose(1, 2)
 
 
 @cache
 def _compiled():
-    return torch.compile(flex_attention)
+    def run(q, k, v, mask: BlockMask, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+        gqa = q.shape[1] != k.shape[1]
+        if not wants_lse:
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa), None
+        o, aux = flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, return_aux=AuxRequest(lse=True))
+        return o, aux.lse
+
+    return torch.compile(run, fullgraph=True)
 
 
 def block_mask(seq: Seq, window_size: int | None) -> BlockMask:

@@ -33,6 +33,7 @@ from plait.mixers.chunked import (
     make_decay,
     mm,
     pack,
+    product,
     runs_in_bf16,
     unpack,
     wide_dtype,
@@ -140,11 +141,11 @@ class _Chunked(NamedTuple):
 
     def read(self) -> Tensor:
         """Q'."""
-        return (self.q_NCK * (self.decay.enter_NCJ * self.scale)).to(self.q_NCK.dtype)
+        return product(self.q_NCK, self.decay.enter_NCJ * self.scale, self.q_NCK.dtype)
 
     def write(self) -> Tensor:
         """K'."""
-        return (self.k_NCK * self.decay.leave_NCJ).to(self.k_NCK.dtype)
+        return product(self.k_NCK, self.decay.leave_NCJ, self.k_NCK.dtype)
 
     @property
     def keep_NJ1(self) -> Tensor:
@@ -179,7 +180,7 @@ class _LinearChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks, ctx.scale)
             decay, work = x.decay, x.k_NCK.dtype
             do_NCV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            mix_NCC = ctx.saved_tensors[5].clone() if decay.saves_pairs else decay.pairs(x.k_NCK, x.q_NCK)[0]
+            mix_NCC = ctx.saved_tensors[5] if decay.saves_pairs else decay.pairs(x.k_NCK, x.q_NCK)[0]
             dw_NKV = mm(x.read().mT, do_NCV)
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows)

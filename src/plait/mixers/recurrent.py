@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.mixers.base import Backend, Mixer, RecurrentState, init_linear
+from plait.mixers.base import Mixer, RecurrentState, init_linear
 from plait.mixers.conv import ShortConv
 from plait.mixers.delta import delta_chunk, delta_naive, delta_step
 from plait.mixers.linear import linear_chunk, linear_naive, linear_step
@@ -52,13 +52,13 @@ class Recurrent(Mixer):
         width = getattr(config, "conv_size", 0)
         self.conv = ShortConv(conv_channels, width, conv_bias) if width else None
 
-    def set_backend(self, backend: Backend) -> None:
-        if backend == "fla":
-            from plait.mixers.fla import why_not_sizes
+    def why_not_fla(self) -> str | None:
+        if self.fla == "delta_fla":
+            from plait.mixers.fla import why_not_delta
 
-            if why := why_not_sizes(*self.memory_shape[1:], delta_rule=self.fla == "delta_fla"):
-                raise ValueError(f"{self.config.kind}: backend = 'fla' cannot take {why}; use torch, or auto")
-        super().set_backend(backend)
+            why = why_not_delta(self.config.key_dim)
+            return None if why is None else f"{self.config.kind}: {why}"
+        return None
 
     def init_parts(self, std: float, generator: torch.Generator) -> None:
         """Matrices normal(0, std), biases 0, convolutions and norms as they are."""

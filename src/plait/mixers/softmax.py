@@ -145,7 +145,7 @@ class SoftmaxAttention(Mixer):
         if self.backend == "naive":
             return self._each(q, k, v, state, seq, lambda *row: self._naive(*row, sink))
         if state is None:
-            return attend(q, k, v, seq, window_size=self.config.window_size, sink=sink, backend=self.backend)
+            return attend(q, k, v, seq, window_size=self.config.window_size, sink=sink)
         if seq.dense:
             return self._cached(q, k, v, state, seq.position_BT, seq.max_past, sink)
         return self._each(q, k, v, state, seq, lambda *row: self._cached(*row, seq.max_past, sink))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.mixers import Backend
-from plait.mixers.base import linear, resolve
+from plait.mixers.base import check_backend, linear, resolve
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
 from plait.model.block import Block
@@ -31,8 +31,9 @@ class LM(nn.Module):
         dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
+        check_backend(backend)
         self.spec = spec
-        self.backend, self._resolved = backend, ""
+        self.backend, self._resolved = backend, None
         device = torch.device(device or "cpu")
         with torch.device("meta"):
             self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
@@ -103,12 +104,16 @@ class LM(nn.Module):
         return seq.pad(x)
 
     def _resolve_backend(self, device: torch.device) -> None:
-        """What fla and auto mean depends on where the model is, which is known when it runs."""
-        if self.backend in ("fla", "auto") and self._resolved != device.type:
-            backend = resolve(self.backend, device, self.embed.weight.dtype)
+        """What fla and auto mean depends on where and in what a model runs."""
+        if self.backend not in ("fla", "auto"):
+            return
+        cast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if cast else self.embed.weight.dtype
+        if self._resolved != (device.type, dtype):
+            backend = resolve(self.backend, device, dtype)
             for block in self.blocks:
-                block.mixer.set_backend(backend)
-            self._resolved = device.type
+                block.mixer.set_backend(backend, fall_back=self.backend == "auto")
+            self._resolved = (device.type, dtype)
 
     def _sequences(self, tokens_BT, mask, cu_seqlens, cache: Cache | None) -> Seq:
         if cache is None:
