@@ -88,7 +88,7 @@ def test_load_to_a_dtype_and_backend(tmp_path: Path):
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert {block.mixer.backend for block in model.layers} == {"naive"}
     torch.testing.assert_close(model(TOKENS).float(), model_of()(TOKENS))
-    with pytest.raises(ValueError, match=r"backend = 'cuda'; it must be one of naive, torch"):
+    with pytest.raises(ValueError, match=r"backend = 'cuda'; allowed: naive, torch, fla, auto"):
         load(tmp_path / "model", backend="cuda")
 
 
