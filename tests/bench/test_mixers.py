@@ -88,13 +88,17 @@ def test_head_wise():
             assert total["met"] == (layer["median_ms"] <= 1.15 * total["median_ms"])
 
 
-def test_parts_have_the_output_weights_of_the_layer_together():
-    config = layers.mixer_config(layers.HEAD_WISE[0], 4, 16)
+@pytest.mark.parametrize("layout", layers.HEAD_WISE)
+def test_the_parts_alone_sum_to_the_layer(layout):
+    """In what they compute, and in their weights: no output projection is counted twice."""
+    config = layers.mixer_config(layout, 4, 16)
     assert isinstance(config, Heads)
-    whole = layers.build(config, 64, "torch", CPU)
-    parts = [layers.build(part.mixer, 64, "torch", CPU) for part in config.parts]
+    whole, *parts = layers.parts_alone(config, 64, "torch", CPU).values()
     sizes = [sum(p.numel() for p in module.parameters()) for module in (whole, *parts)]
     assert sizes[0] == sum(sizes[1:])
+    x_BTD, seq = torch.randn(2, LENGTH, 64), Seq.build((2, LENGTH), CPU)
+    y_BTD, *terms = (module(x_BTD, None, seq)[0] for module in (whole, *parts))
+    torch.testing.assert_close(sum(terms), y_BTD)
 
 
 def test_decode_window_and_roofline():

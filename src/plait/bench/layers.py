@@ -32,6 +32,7 @@ from plait.config import Heads, Mixer, family
 from plait.layout import Defaults, parse_layout
 from plait.mixers import Backend, build_mixer
 from plait.mixers.base import Mixer as MixerModule
+from plait.mixers.compose import HeadWise
 from plait.mixers.fla import why_not
 from plait.mixers.seq import Seq
 
@@ -143,9 +144,9 @@ def _fla_layer(options: Options, layout: str, length: int) -> list[Row]:
 def head_wise(options: Options) -> list[Step]:
     """A head-wise layer against the sum of its parts, each a layer of its own on its own heads.
 
-    The parts read the same x_BTD and each projects its own heads to [B, T, D], so that together they multiply with as
-    many output weights as the layer does. The layer's ratio to the sum counts concatenation, and whatever its parts do
-    not share; the sum's own row has the ratio.
+    The parts read the same x_BTD with the layer's own weights (how fast a rule is on a CPU depends on its decays) and
+    each projects its own heads to [B, T, D], so that together they multiply with as many output weights as the layer
+    does. What the layer has besides is the concatenation. The row of the sum has the ratio.
     """
     return [
         (f"head-wise, {layout}, {T} tokens", partial(_head_wise, options, layout, T, backend))
@@ -155,16 +156,29 @@ def head_wise(options: Options) -> list[Step]:
     ]
 
 
+def parts_alone(config: Heads, d_model: int, backend: Backend, device: torch.device) -> dict[str, MixerModule]:
+    """The layer, then each part as a layer of its own with the layer's weights, of o its heads' columns."""
+    layer = build(config, d_model, backend, device)
+    assert isinstance(layer, HeadWise)
+    assert layer.o is not None
+    modules: dict[str, MixerModule] = {OURS: layer}
+    for part, inner in zip(config.parts, layer.mixers, strict=True):
+        alone = build(part.mixer, d_model, backend, device)
+        columns = layer.o.weight.detach().unflatten(1, (-1, config.value_dim))[:, list(part.heads)].flatten(1)
+        alone.load_state_dict({**inner.state_dict(), "o.weight": columns})
+        modules[f"{family(part.mixer)} alone"] = alone
+    return modules
+
+
 def _head_wise(options: Options, layout: str, length: int, backend: Backend) -> list[Row]:
     H, E = _sizes(options)
     config = mixer_config(layout, H, E)
     assert isinstance(config, Heads)
     x_BTD = _input(options, length)
-    configs = {OURS: config, **{f"{family(part.mixer)} alone": part.mixer for part in config.parts}}
+    seq = Seq.build((x_BTD.shape[0], length), options.device)
     sides = {}
-    for name, own in configs.items():
-        module, seq = build(own, H * E, backend, options.device), Seq.build((x_BTD.shape[0], length), options.device)
-        sides[name] = passes(options, module, x_BTD, lambda x, m=module, seq=seq: m(x, None, seq)[0])
+    for name, module in parts_alone(config, H * E, backend, options.device).items():
+        sides[name] = passes(options, module, x_BTD, lambda x, m=module: m(x, None, seq)[0])
     rows = []
     for kind in sides[OURS]:
         fields = {**_fields("head-wise", options, length, layout, backend), "pass": kind}
