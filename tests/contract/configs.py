@@ -259,9 +259,11 @@ def layers(draw: DrawFn, mixer: Mixer) -> Layer:
 
 
 @st.composite
-def specs(draw: DrawFn, max_layers: int = 4) -> tuple[Spec, frozenset[str]]:
-    """A model of random layers in a random order, and what it is excused from."""
-    kinds = draw(st.lists(st.sampled_from(sorted(MIXERS)), min_size=1, unique=True))  # pure models as well as hybrids
+def specs(draw: DrawFn, max_layers: int = 4, among: tuple[str, ...] = ()) -> tuple[Spec, frozenset[str]]:
+    """A model of random layers in a random order, of some of these kinds, and what it is excused from."""
+    kinds = draw(
+        st.lists(st.sampled_from(among or sorted(MIXERS)), min_size=1, unique=True)
+    )  # pure models as well as hybrids
     entries = [MIXERS[name] for name in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=max_layers))]
     drawn = [draw(entry.configs(SMALL)) for entry in entries]
     d_model = draw(st.sampled_from((6, 8, 10)))

@@ -47,13 +47,13 @@ def crop_always(make):
 
 
 def conv_forgets_its_tail(make):
-    return lambda self, x, tail, seq: make(self, x, None if tail is None else tail.zero_(), seq)
+    return lambda self, x, tail, seq, *rest: make(self, x, None if tail is None else tail.zero_(), seq, *rest)
 
 
 def conv_sees_other_documents(make):
-    def forward(self, x, tail, seq):
+    def forward(self, x, tail, seq, *rest):
         whole = seq if tail is not None or seq.dense else Seq((x.shape[1],), True, seq.device)
-        return make(self, x, tail, whole)
+        return make(self, x, tail, whole, *rest)
 
     return forward
 
@@ -85,11 +85,11 @@ def decay_without_channels(make):
     return lambda g, *rest: make(g.mean(-1, keepdim=True).expand_as(g) if g.ndim == 4 else g, *rest)
 
 
-def groups_as_if_equal(make):
-    """Ragged groups read as if each KV head had its first heads."""
+def groups_put_back_wrong(make):
+    """Outputs of ragged groups in a wrong order of heads."""
 
     def each(self, attend, q, k, v, state, seq, sink):
-        back, self.back = self.back, list(range(len(self.back)))
+        back, self.back = self.back, self.back[::-1]
         try:
             return make(self, attend, q, k, v, state, seq, sink)
         finally:
@@ -134,31 +134,35 @@ def too_long_is_taken(make):
     return lambda self, new: None
 
 
-MUTATIONS: dict[str, tuple[Any, str, Callable]] = {
-    "window one too wide": (attention, "_visible", lambda make: window_one_too_wide),
-    "sink only in prefill": (softmax, "attend_masked", sink_only_in_prefill),
-    "ring slots shifted": (KeyValues, "slot_positions", ring_slots_shifted),
-    "ring keeps the first tokens": (KeyValues, "write", ring_keeps_the_first),
-    "crop where tokens are lost": (KeyValues, "why_not_crop", crop_always),
-    "convolution forgets its tail": (ShortConv, "forward", conv_forgets_its_tail),
-    "convolution sees other documents": (ShortConv, "forward", conv_sees_other_documents),
-    "padding decays the state": (Chunks, "pack", empty_slots_decay),
-    "states in the order of chunks": (Chunks, "unsort", states_in_the_order_of_chunks),
-    "one delta step without decay": (DeltaRule, "step", step_without_decay),
-    "one linear step without decay": (LinearRule, "step", step_without_decay),
-    "delta chunks start from zero": (DeltaRule, "chunk", chunks_start_from_zero),
-    "linear chunks start from zero": (LinearRule, "chunk", chunks_start_from_zero),
-    "one decay for all channels (delta)": (delta, "make_decay", decay_without_channels),
-    "one decay for all channels (linear)": (linear, "make_decay", decay_without_channels),
-    "ragged groups put back wrong": (_Groups, "each", groups_as_if_equal),
-    "log-n counts this piece only": (softmax, "logn_scale", scale_counts_this_piece_only),
-    "positions count padding": (Seq, "position_BT", positions_count_padding),
-    "a clone shares buffers": (Cache, "clone", clone_shares_buffers),
-    "reorder keeps lengths": (Cache, "reorder", reorder_keeps_lengths),
-    "too long is taken": (Cache, "check_room", too_long_is_taken),
+SOFTMAX, CONV = ("softmax",), ("gdn", "kda", "gla", "mamba2")
+RECURRENT = (*CONV, "lightning")
+
+MUTATIONS: dict[str, tuple[tuple[str, ...], Any, str, Callable]] = {
+    "window one too wide": (SOFTMAX, attention, "_visible", lambda make: window_one_too_wide),
+    "sink only in prefill": (SOFTMAX, softmax, "attend_masked", sink_only_in_prefill),
+    "ring slots shifted": (SOFTMAX, KeyValues, "slot_positions", ring_slots_shifted),
+    "ring keeps the first tokens": (SOFTMAX, KeyValues, "write", ring_keeps_the_first),
+    "crop where tokens are lost": (SOFTMAX, KeyValues, "why_not_crop", crop_always),
+    "convolution forgets its tail": (CONV, ShortConv, "forward", conv_forgets_its_tail),
+    "convolution sees other documents": (CONV, ShortConv, "forward", conv_sees_other_documents),
+    "padding decays the state": (RECURRENT, Chunks, "pack", empty_slots_decay),
+    "states in the order of chunks": (RECURRENT, Chunks, "unsort", states_in_the_order_of_chunks),
+    "one delta step without decay": (("gdn", "kda"), DeltaRule, "step", step_without_decay),
+    "one linear step without decay": (("gla", "mamba2", "lightning"), LinearRule, "step", step_without_decay),
+    "delta chunks start from zero": (("gdn", "kda"), DeltaRule, "chunk", chunks_start_from_zero),
+    "linear chunks start from zero": (("gla", "mamba2", "lightning"), LinearRule, "chunk", chunks_start_from_zero),
+    "one decay for all channels (delta)": (("kda", "heads"), delta, "make_decay", decay_without_channels),
+    "one decay for all channels (linear)": (("gla", "mix"), linear, "make_decay", decay_without_channels),
+    "ragged groups put back wrong": (("softmax", "heads"), _Groups, "each", groups_put_back_wrong),
+    "log-n counts this piece only": (SOFTMAX, softmax, "logn_scale", scale_counts_this_piece_only),
+    "positions count padding": (("softmax", "lightning"), Seq, "position_BT", positions_count_padding),
+    "a clone shares buffers": ((), Cache, "clone", clone_shares_buffers),
+    "reorder keeps lengths": (SOFTMAX, Cache, "reorder", reorder_keeps_lengths),
+    "too long is taken": (SOFTMAX, Cache, "check_room", too_long_is_taken),
 }
+"""name -> kinds of mixers in which it shows (none: all), and what is patched"""
 
 
 def mutated(name: str):
-    owner, attribute, mutate = MUTATIONS[name]
+    _, owner, attribute, mutate = MUTATIONS[name]
     return mock.patch.object(owner, attribute, mutate(vars(owner)[attribute]))

@@ -140,9 +140,9 @@ def programs(draw: DrawFn, batch: int, windows: list[int], without: frozenset[st
 
 
 @st.composite
-def cases(draw: DrawFn, max_layers: int = 4) -> Case:
+def cases(draw: DrawFn, max_layers: int = 4, among: tuple[str, ...] = ()) -> Case:
     dtype = draw(st.sampled_from(("float64", "float64", "float32")))
-    spec, without = draw(specs(2 if dtype == "float32" else max_layers))  # depth multiplies rounding
+    spec, without = draw(specs(2 if dtype == "float32" else max_layers, among))  # depth multiplies rounding
     batch = draw(st.integers(1, 4))
     parts = [leaf for layer in spec.layers for leaf in leaves(layer.mixer)]
     windows = [leaf.window_size for leaf in parts if isinstance(leaf, Softmax) and leaf.window_size]
