@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -34,6 +35,7 @@ from plait.mixers.chunked import (
     add_mm,
     decay_of_state,
     fit_chunk,
+    least,
     make_decay,
     mm,
     mul_rows,
@@ -111,7 +113,7 @@ def delta_chunk(
     stay in fp32. chunk_size: by default what was fastest, 128 for those and otherwise 64.
     """
     if chunk_size is None:
-        chunk_size = 128 if g_BTS.ndim == 3 and runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else 64
+        chunk_size = 128 if runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else 64
     longest = max(seq.lengths, default=0)
     chunk_size = fit_chunk(chunk_size, longest)
     wide = wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
@@ -272,7 +274,8 @@ def _grads(
 def _unit_inverse(a_NCC: Tensor) -> Tensor:
     """(I + A)^-1 by substitution, A being the strictly lower part of what is given."""
     eye_CC = torch.eye(a_NCC.shape[-1], dtype=a_NCC.dtype, device=a_NCC.device)
-    return torch.linalg.solve_triangular(a_NCC, eye_CC.expand_as(a_NCC), upper=False, unitriangular=True)
+    inverse_NCC = torch.linalg.solve_triangular(a_NCC, eye_CC.expand_as(a_NCC), upper=False, unitriangular=True)
+    return inverse_NCC if a_NCC.is_cuda else F.hardshrink(inverse_NCC, least(a_NCC.dtype))
 
 
 @torch.library.custom_op("plait::scan", mutates_args=())

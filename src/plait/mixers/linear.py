@@ -94,10 +94,10 @@ def linear_chunk(
 
     g: [B, T, H] or [B, T, H, K]. Dense rows, or packed sequences [1, N, ...] with one state for each. On CUDA the
     products of bf16 inputs run in bf16 with fp32 accumulation; decays and states stay in fp32. chunk_size: by default
-    what was fastest, 128 for those with one decay a head and otherwise 64.
+    what was fastest, 128 for those and otherwise 64.
     """
     if chunk_size is None:
-        chunk_size = 128 if g_BTH.ndim == 3 and runs_in_bf16(q_BTHK, k_BTHK, v_BTHV) else 64
+        chunk_size = 128 if runs_in_bf16(q_BTHK, k_BTHK, v_BTHV) else 64
     longest = max(seq.lengths, default=0)
     chunk_size = fit_chunk(chunk_size, longest)
     wide = wide_dtype(q_BTHK, k_BTHK, v_BTHV, g_BTH)
