@@ -47,13 +47,13 @@ def crop_always(make):
 
 
 def conv_forgets_its_tail(make):
-    return lambda self, x, tail, seq, *rest: make(self, x, None if tail is None else tail.zero_(), seq, *rest)
+    return lambda self, x, tail, seq: make(self, x, None if tail is None else tail.zero_(), seq)
 
 
 def conv_sees_other_documents(make):
-    def forward(self, x, tail, seq, *rest):
+    def forward(self, x, tail, seq):
         whole = seq if tail is not None or seq.dense else Seq((x.shape[1],), True, seq.device)
-        return make(self, x, tail, whole, *rest)
+        return make(self, x, tail, whole)
 
     return forward
 

@@ -26,12 +26,20 @@ class ShortConv(nn.Module):
         if self.bias is not None:
             self.bias.uniform_(-bound, bound, generator=generator)
 
-    def forward(self, x_BTC: Tensor, tail_SWC: Tensor | None, seq: Seq, backend: str = "torch") -> Tensor:
-        """tail_SWC: the last W - 1 inputs of every sequence, replaced in place by those after this piece."""
-        if backend == "fla":
-            from plait.mixers.fla import conv_fla
+    def fla(self, parts: list[Tensor], tail_SWC: Tensor | None, seq: Seq) -> list[Tensor]:
+        """forward of inputs [B, T, *] that stand for channels side by side, on fla's kernel."""
+        from plait.mixers.fla import conv_fla
 
-            return conv_fla(x_BTC, self.weight, self.bias, tail_SWC, seq)
+        outs, first = [], 0
+        for x in parts:
+            own = slice(first, first + x.shape[-1])
+            bias = None if self.bias is None else self.bias[own]
+            outs.append(conv_fla(x, self.weight[own], bias, None if tail_SWC is None else tail_SWC[..., own], seq))
+            first = own.stop
+        return outs
+
+    def forward(self, x_BTC: Tensor, tail_SWC: Tensor | None, seq: Seq) -> Tensor:
+        """tail_SWC: the last W - 1 inputs of every sequence, replaced in place by those after this piece."""
         before = self.weight.shape[1] - 1
         if seq.dense:
             tail = x_BTC.new_zeros(x_BTC.shape[0], before, x_BTC.shape[2]) if tail_SWC is None else tail_SWC

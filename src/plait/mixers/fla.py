@@ -74,25 +74,33 @@ def needs_detour() -> bool:
 
 @torch.compiler.disable
 def linear_fla(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g: Tensor, state_BHKV: Tensor | None, seq: Seq, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t: (o_BTHV, state in fp32).
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    g: Tensor,
+    state_BHKV: Tensor | None,
+    seq: Seq,
+    *,
+    scale: float,
+    final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = Diag(exp g_t) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t: (o_BTHV, state in fp32, None unless `final`).
 
     g: [B, T, H], a decay per head (Mamba-2, Lightning), or [B, T, H, K], one per channel (GLA).
     """
     _check(q_BTHK, k_BTHK, v_BTHV)
     if not q_BTHK.numel():
         return _nothing(q_BTHK, v_BTHV, state_BHKV, seq)
-    return _padded(lambda *x: _linear(*x, seq, scale=scale), q_BTHK, k_BTHK, v_BTHV, g.float(), state_BHKV)
+    return _padded(lambda *x: _linear(*x, seq, scale=scale, final=final), q_BTHK, k_BTHK, v_BTHV, g.float(), state_BHKV)
 
 
-def _linear(q_BTHK, k_BTHK, v_BTHV, g, state_BHKV, seq: Seq, *, scale: float) -> tuple[Tensor, Tensor]:
+def _linear(q_BTHK, k_BTHK, v_BTHV, g, state_BHKV, seq: Seq, *, scale: float, final: bool):
     from fla.ops.gla import chunk_gla, fused_recurrent_gla
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
     inputs, per_channel = (q_BTHK, k_BTHK, v_BTHV), g.ndim == 4
     grads = _wants_grad(*inputs, g, state_BHKV)
-    common = {"scale": scale, "output_final_state": True}
+    common = {"scale": scale, "output_final_state": final}
     if seq.dense and q_BTHK.shape[1] == 1 and not grads:
         if per_channel:
             return fused_recurrent_gla(*inputs, gk=g, initial_state=state_BHKV, **common)
@@ -105,9 +113,18 @@ def _linear(q_BTHK, k_BTHK, v_BTHV, g, state_BHKV, seq: Seq, *, scale: float) ->
 
 @torch.compiler.disable
 def delta_fla(
-    q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g: Tensor, beta_BTS: Tensor, state_BSKV: Tensor | None, seq: Seq
-) -> tuple[Tensor, Tensor]:
-    """The gated delta rule of delta.py, o_t = S_t^T q_t / sqrt(K), from unit q and k: (o_BTHV, state in fp32).
+    q_BTHK: Tensor,
+    k_BTSK: Tensor,
+    v_BTSV: Tensor,
+    g: Tensor,
+    beta_BTS: Tensor,
+    state_BSKV: Tensor | None,
+    seq: Seq,
+    *,
+    final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule of delta.py, o_t = S_t^T q_t / sqrt(K), from unit q and k: (o_BTHV, state in fp32, None
+    unless `final`).
 
     g: [B, T, S] (Gated DeltaNet), or [B, T, S, K] applied before the delta step (Kimi Delta Attention).
     """
@@ -118,10 +135,12 @@ def delta_fla(
     if not q_BTHK.numel():
         return _nothing(q_BTHK, v_BTSV, state_BSKV, seq)
     beta, scale = beta_BTS.float(), k_BTSK.shape[-1] ** -0.5
-    return _padded(lambda *x: _delta(*x, beta, seq, scale=scale), q_BTHK, k_BTSK, v_BTSV, g.float(), state_BSKV)
+    return _padded(
+        lambda *x: _delta(*x, beta, seq, scale=scale, final=final), q_BTHK, k_BTSK, v_BTSV, g.float(), state_BSKV
+    )
 
 
-def _delta(q_BTHK, k_BTSK, v_BTSV, g, state_BSKV, beta_BTS, seq: Seq, *, scale: float) -> tuple[Tensor, Tensor]:
+def _delta(q_BTHK, k_BTSK, v_BTSV, g, state_BSKV, beta_BTS, seq: Seq, *, scale: float, final: bool):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
 
@@ -136,13 +155,54 @@ def _delta(q_BTHK, k_BTSK, v_BTSV, g, state_BSKV, beta_BTS, seq: Seq, *, scale: 
         g = g[..., None].expand(k.shape)
     op = chunk_kda if g.ndim == 4 else chunk_gated_delta_rule
     o, state = _by_sequence(
-        lambda **packing: op(q_BTHK, k, v, g, beta, scale=scale, output_final_state=True, **packing),
+        lambda **packing: op(q_BTHK, k, v, g, beta, scale=scale, output_final_state=final, **packing),
         None if state_BSKV is None else _repeat(state_BSKV, G, 1),
         k,
         v,
         seq,
     )
-    return o, state[:, ::G] if G > 1 else state
+    return o, state if state is None or G == 1 else state[:, ::G]
+
+
+@torch.compiler.disable
+def delta_gated_fla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    f: Tensor,
+    b_BTH: Tensor,
+    A_log_H: Tensor,
+    dt_bias: Tensor,
+    state_BHKV: Tensor | None,
+    seq: Seq,
+    *,
+    negative: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """delta_fla from one step before: queries and keys of any length and the logits of decay and beta, out of which
+    the kernels make what recurrent.DeltaRule.delta says. No grouping. The state comes back if it is given.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    _check(q_BTHK, k_BTHK, v_BTHV)
+    if not q_BTHK.numel():
+        return _nothing(q_BTHK, v_BTHV, state_BHKV, seq)
+    gate = {"use_gate_in_kernel": True, "A_log": A_log_H.float(), "dt_bias": dt_bias.float()}
+    if f.ndim == 3 and _wants_grad(q_BTHK, k_BTHK, v_BTHV, f, b_BTH, A_log_H) and needs_detour():
+        g_BTH = -A_log_H.float().exp() * F.softplus(f.float() + dt_bias.float())
+        f, gate = g_BTH[..., None].expand(k_BTHK.shape), {}
+    op = chunk_kda if f.ndim == 4 else chunk_gated_delta_rule
+    common = {
+        "scale": k_BTHK.shape[-1] ** -0.5,
+        "output_final_state": state_BHKV is not None,
+        "use_qk_l2norm_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": negative,
+        **gate,
+    }
+    return _by_sequence(
+        lambda **packing: op(q_BTHK, k_BTHK, v_BTHV, f, b_BTH, **common, **packing), state_BHKV, k_BTHK, v_BTHV, seq
+    )
 
 
 def _delta_step(q_B1HK, k_B1SK, v_B1SV, g, beta_B1S, state_BSKV, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -255,7 +315,7 @@ def _packing(seq: Seq) -> tuple[Tensor | None, Tensor | None]:
     return seq.once("fla packing", make)
 
 
-def _padded(run, q_BTHK, k_BTSK, v_BTSV, g, state_BSKV) -> tuple[Tensor, Tensor]:
+def _padded(run, q_BTHK, k_BTSK, v_BTSV, g, state_BSKV):
     """run(q, k, v, g, state) -> (o, state), small heads padded with zero channels: they neither read nor write."""
     K, V = k_BTSK.shape[-1], v_BTSV.shape[-1]
     more_k, more_v = max(MIN_SIZE - K, 0), max(MIN_SIZE - V, 0)
@@ -265,10 +325,10 @@ def _padded(run, q_BTHK, k_BTSK, v_BTSV, g, state_BSKV) -> tuple[Tensor, Tensor]
     g = F.pad(g, (0, more_k)) if g.ndim == 4 else g
     state = None if state_BSKV is None else F.pad(state_BSKV, (0, more_v, 0, more_k))
     o, state = run(q, k, F.pad(v_BTSV, (0, more_v)), g, state)
-    return o[..., :V], state[..., :K, :V]
+    return o[..., :V], None if state is None else state[..., :K, :V]
 
 
-def _by_sequence(run, state_NSKV: Tensor | None, k_BTSK: Tensor, v_BTSV: Tensor, seq: Seq) -> tuple[Tensor, Tensor]:
+def _by_sequence(run, state_NSKV: Tensor | None, k_BTSK: Tensor, v_BTSV: Tensor, seq: Seq):
     """run(initial_state=, cu_seqlens=) -> (o, final state), for those sequences that have tokens."""
     cu_seqlens, kept_N = _packing(seq)
     if state_NSKV is not None:
@@ -278,7 +338,7 @@ def _by_sequence(run, state_NSKV: Tensor | None, k_BTSK: Tensor, v_BTSV: Tensor,
     if state_NSKV is None:
         state_NSKV = _zeros(k_BTSK, v_BTSV, seq)
     o, after = run(initial_state=state_NSKV[kept_N], cu_seqlens=cu_seqlens)
-    return o, state_NSKV.index_copy(0, kept_N, after)
+    return o, None if after is None else state_NSKV.index_copy(0, kept_N, after)
 
 
 def _repeat(x: Tensor, times: int, dim: int) -> Tensor:

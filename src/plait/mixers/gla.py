@@ -25,7 +25,6 @@ class GatedLinearAttention(LinearRule):
     def __init__(self, config: Gla, d_model: int):
         H, K, V = config.num_heads, config.key_dim, config.value_dim
         super().__init__(config, H, H * (2 * K + V))
-        self.sizes = (H * K, H * K, H * V)
         self.options = {"scale": K**-0.5}
         self.q = linear(d_model, H * K)
         self.k = linear(d_model, H * K)
@@ -40,8 +39,8 @@ class GatedLinearAttention(LinearRule):
         self.init_parts(std, generator)
 
     def heads(self, x_BTD: Tensor, state: MemoryState | None, seq: Seq) -> tuple[Tensor, MemoryState | None]:
-        x = self.convolve(torch.cat((self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)), -1), state, seq)
-        q, k, v = (y.unflatten(-1, (self.config.num_heads, -1)) for y in x.split(self.sizes, -1))
+        parts = self.convolve([self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)], state, seq, activate=False)
+        q, k, v = (y.unflatten(-1, (self.config.num_heads, -1)) for y in parts)
         q, k = self.rotate(q, k, seq)
         g = F.logsigmoid(wide(self.decay_up(self.decay_down(x_BTD)))).unflatten(-1, (self.config.num_heads, -1))
         inputs = self.tapped(seq, q=q, k=k, v=v, decay=g / TEMPERATURE)

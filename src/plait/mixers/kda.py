@@ -6,13 +6,12 @@ Shapes: B rows, T tokens, D = d_model, H heads, K key size, V value size.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.config import Kda
 from plait.mixers.base import linear
 from plait.mixers.norm import Norm
-from plait.mixers.recurrent import DeltaRule, MemoryState, init_dt_bias, wide
+from plait.mixers.recurrent import DeltaRule, MemoryState, init_dt_bias
 from plait.mixers.seq import Seq
 
 
@@ -22,7 +21,6 @@ class KimiDeltaAttention(DeltaRule):
     def __init__(self, config: Kda, d_model: int):
         H, K, V = config.num_heads, config.head_dim, config.value_dim
         super().__init__(config, H, H * (2 * K + V))
-        self.sizes = (H * K, H * K, H * V)
         self.q = linear(d_model, H * K)
         self.k = linear(d_model, H * K)
         self.v = linear(d_model, H * V)
@@ -45,12 +43,10 @@ class KimiDeltaAttention(DeltaRule):
 
     def heads(self, x_BTD: Tensor, state: MemoryState | None, seq: Seq) -> tuple[Tensor, MemoryState | None]:
         config = self.config
-        q, k, v = self.qkv(torch.cat((self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)), -1), self.sizes, state, seq)
-        f = wide(self.f_up(self.f_down(x_BTD))) + wide(self.dt_bias)
-        g = -wide(self.A_log).exp()[:, None] * F.softplus(f).unflatten(-1, (config.num_heads, -1))
-        beta = torch.sigmoid(wide(self.b(x_BTD))) * (2 if config.allow_neg_eigval else 1)
-        inputs = self.tapped(seq, q=q, k=k, v=v, decay=g, beta=beta)
-        o = self.recur(inputs, state, seq)
+        q, k, v = self.convolve([self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)], state, seq)
+        f = self.f_up(self.f_down(x_BTD))
+        q, k, v, f = (y.unflatten(-1, (config.num_heads, -1)) for y in (q, k, v, f))
+        o = self.delta(*self.rotate(q, k, seq), v, f, self.b(x_BTD), state, seq)
         gate = None
         if self.gate_down is not None and self.gate_up is not None:
             gate = self.gate_up(self.gate_down(x_BTD))

@@ -23,7 +23,6 @@ class Mamba2Mixer(LinearRule):
     def __init__(self, config: Mamba2, d_model: int):
         H, P, G, N = config.num_heads, config.head_dim, config.num_groups, config.state_dim
         super().__init__(config, H, H * P + 2 * G * N, conv_bias=True)
-        self.sizes = (H * P, G * N, G * N)
         self.options = {"scale": 1.0}
         self.z = linear(d_model, H * P)
         self.x = linear(d_model, H * P)
@@ -45,10 +44,9 @@ class Mamba2Mixer(LinearRule):
 
     def heads(self, x_BTD: Tensor, state: MemoryState | None, seq: Seq) -> tuple[Tensor, MemoryState | None]:
         config = self.config
-        x = torch.cat((self.x(x_BTD), self.b(x_BTD), self.c(x_BTD)), -1)
-        x = F.silu(x) if self.conv is None else self.convolve(x, state, seq)
-        heads = (config.num_heads, config.num_groups, config.num_groups)
-        x_BTHP, b_BTGN, c_BTGN = (y.unflatten(-1, (n, -1)) for y, n in zip(x.split(self.sizes, -1), heads, strict=True))
+        x, b, c = self.convolve([self.x(x_BTD), self.b(x_BTD), self.c(x_BTD)], state, seq)
+        x_BTHP = x.unflatten(-1, (config.num_heads, -1))
+        b_BTGN, c_BTGN = (y.unflatten(-1, (config.num_groups, -1)) for y in (b, c))
         dt_BTH = F.softplus(wide(self.dt(x_BTD)) + wide(self.dt_bias))
         v = (x_BTHP * dt_BTH[..., None]).to(x_BTHP.dtype)
         inputs = self.tapped(seq, q=c_BTGN, k=b_BTGN, v=v, decay=-wide(self.A_log).exp() * dt_BTH)

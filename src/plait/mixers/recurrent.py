@@ -78,11 +78,18 @@ class Recurrent(Mixer):
         wide = torch.promote_types(dtype, torch.float32)
         return MemoryState(tail, torch.zeros(batch, *self.memory_shape, dtype=wide, device=device))
 
-    def convolve(self, x_BTC: Tensor, state: MemoryState | None, seq: Seq) -> Tensor:
-        """The short convolution and SiLU; x itself where the mixer has none."""
+    def convolve(
+        self, parts: list[Tensor], state: MemoryState | None, seq: Seq, *, activate: bool = True
+    ) -> list[Tensor]:
+        """Projections, each through its channels of the short convolution and SiLU; without a convolution SiLU alone,
+        or with activate false nothing."""
         if self.conv is None:
-            return x_BTC
-        return self.conv(x_BTC, None if state is None else state.tail_BWC, seq, self.backend)
+            return [F.silu(x) for x in parts] if activate else parts
+        tail = None if state is None else state.tail_BWC
+        if self.backend == "fla":
+            return self.conv.fla(parts, tail, seq)
+        x = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return list(self.conv(x, tail, seq).split([x.shape[-1] for x in parts], -1))
 
     def rotate(self, q_BTHK: Tensor, k_BTSK: Tensor, seq: Seq) -> tuple[Tensor, Tensor]:
         """RoPE, where the config has one."""
@@ -96,19 +103,24 @@ class Recurrent(Mixer):
     def recur(self, inputs: tuple[Tensor, ...], state: MemoryState | None, seq: Seq) -> Tensor:
         """o_BTHV of the rule over these tokens, after those that the state has seen."""
         memory = None if state is None else state.memory_BSKV
-        o, memory = self._mix(inputs, memory, seq)
-        if state is not None:
-            state.memory_BSKV.copy_(memory.detach())
-        return o
+        return self.keep(*self._mix(inputs, memory, seq), state)
 
-    def _mix(self, inputs: tuple[Tensor, ...], memory: Tensor | None, seq: Seq) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def keep(o_BTHV: Tensor, memory_BSKV: Tensor | None, state: MemoryState | None) -> Tensor:
+        """o, once the state has what is to be remembered."""
+        if state is not None:
+            assert memory_BSKV is not None
+            state.memory_BSKV.copy_(memory_BSKV.detach())
+        return o_BTHV
+
+    def _mix(self, inputs: tuple[Tensor, ...], memory: Tensor | None, seq: Seq) -> tuple[Tensor, Tensor | None]:
         rule = type(self)
         if self.backend == "naive":
             return self._naive(inputs, memory, seq)
         if self.backend == "fla":
             from plait.mixers import fla
 
-            return getattr(fla, rule.fla)(*inputs, memory, seq, **self.options)
+            return getattr(fla, rule.fla)(*inputs, memory, seq, final=memory is not None, **self.options)
         if memory is not None and seq.dense and inputs[0].shape[1] == 1:
             return rule.step(*inputs, memory, **self.options)
         return rule.chunk(*inputs, memory, seq, **self.options)
@@ -139,12 +151,46 @@ class DeltaRule(Recurrent):
     naive, step, chunk = staticmethod(delta_naive), staticmethod(delta_step), staticmethod(delta_chunk)
     fla = "delta_fla"
 
-    def qkv(self, x_BTC: Tensor, sizes: tuple[int, ...], state: MemoryState | None, seq: Seq) -> list[Tensor]:
-        """Unit queries and keys, and values, heads apart, from projections side by side."""
-        x = F.silu(x_BTC) if self.conv is None else self.convolve(x_BTC, state, seq)
-        q, k, v = x.split(sizes, -1)
-        q, k = (l2_norm(y.unflatten(-1, (-1, self.config.head_dim))) for y in (q, k))
-        return [*self.rotate(q, k, seq), v.unflatten(-1, (-1, self.config.value_dim))]
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
+    def delta(
+        self,
+        q_BTHK: Tensor,
+        k_BTSK: Tensor,
+        v_BTSV: Tensor,
+        f: Tensor,
+        b_BTS: Tensor,
+        state: MemoryState | None,
+        seq: Seq,
+    ) -> Tensor:
+        """The rule, from queries and keys of any length and the logits of decay ([B, T, S] or [B, T, S, K]) and beta.
+
+        g = -exp(A_log) softplus(f + dt_bias), beta = sigmoid(b), or twice that where it may be negative.
+        """
+        negative = self.config.allow_neg_eigval
+        if self._gates_in_kernel(q_BTHK, k_BTSK, v_BTSV):
+            from plait.mixers.fla import delta_gated_fla
+
+            (v_BTSV,) = self.tapped(seq, v=v_BTSV)
+            gates = (f, b_BTS, self.A_log, self.dt_bias)
+            memory = None if state is None else state.memory_BSKV
+            o, memory = delta_gated_fla(q_BTHK, k_BTSK, v_BTSV, *gates, memory, seq, negative=negative)
+            return self.keep(o, memory, state)
+        rate = wide(self.A_log).exp()
+        g = -(rate if f.ndim == 3 else rate[:, None]) * F.softplus(wide(f) + wide(self.dt_bias).view(f.shape[2:]))
+        beta = torch.sigmoid(wide(b_BTS)) * (2 if negative else 1)
+        q, k = l2_norm(q_BTHK), l2_norm(k_BTSK)
+        return self.recur(self.tapped(seq, q=q, k=k, v=v_BTSV, decay=g, beta=beta), state, seq)
+
+    def _gates_in_kernel(self, q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor) -> bool:
+        """fla's chunk kernels can norm queries and keys and make decay and beta themselves, where nobody looks."""
+        if self.backend != "fla" or q_BTHK.shape[1] == 1 or q_BTHK.shape[2] != k_BTSK.shape[2]:
+            return False
+        from plait.mixers.fla import MIN_SIZE
+
+        watched = any(self.taps[name]._forward_hooks for name in ("q", "k", "decay", "beta"))
+        return not watched and min(k_BTSK.shape[-1], v_BTSV.shape[-1]) >= MIN_SIZE
 
 
 class LinearRule(Recurrent):
