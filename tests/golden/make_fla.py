@@ -8,7 +8,7 @@ metadata (exact, and a quarter of the bytes), and in fp32 the outputs, final sta
 upstream gradients do of the outputs and dht of the final states. tests/mixers/test_golden.py reads them.
 
 Every matrix product is three TF32 products (tf32x3), whose error is near that of fp32; in IEEE fp32 the delta rules'
-kernels take longer than minutes to compile. fla leaves fp32 products to Triton's default, tf32, which TRITON_F32_DEFAULT
+kernels take many minutes to compile. fla leaves fp32 products to Triton's default, tf32, which TRITON_F32_DEFAULT
 overrides, and asks for tf32 by name in the triangular inverse of its delta rules (SOLVE_TRIL_DOT_PRECISION), which is
 replaced before anything is compiled. Of the configurations that fla would try for speed, two are.
 

@@ -12,8 +12,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from contract.tools import make_mixer
 from torch import Tensor
 
+from plait.config import Gdn, Gla, Kda, Lightning, Mamba2, Mixer
 from plait.mixers import fla
 from plait.mixers.attention import attend
 from plait.mixers.delta import delta_chunk
@@ -347,3 +349,64 @@ def test_flex_attention(layout, window_size, with_sink):
         [q, k, v, draw(4)] if with_sink else [q, k, v],
         "q k v sink" if with_sink else "q k v",
     )
+
+
+# ---- whole mixers
+
+
+MIXERS = {
+    "kda": Kda(num_heads=2, head_dim=32, expand_v=2),
+    "gdn": Gdn(num_heads=2, num_kv_heads=2, num_v_heads=2, head_dim=32, allow_neg_eigval=True),
+    "gdn, more values": Gdn(num_heads=2, num_kv_heads=2, num_v_heads=4, head_dim=32),
+    "gdn, grouped": Gdn(num_heads=6, num_kv_heads=2, num_v_heads=2, head_dim=46, conv_size=0),
+    "gla": Gla(num_heads=2, head_dim=64, conv_size=4),
+    "mamba2": Mamba2(num_heads=4, head_dim=32, state_dim=64, num_groups=2),
+    "lightning": Lightning(num_heads=4, num_kv_heads=2, head_dim=32, slopes=(0.5, 0.1, 0.02, 0.0)),
+}
+
+
+def on_gpu(config: Mixer, backend: str, dtype: torch.dtype):
+    mixer = make_mixer(config, 48, dtype=dtype).to(DEVICE)
+    mixer.set_backend(backend)
+    return mixer
+
+
+@gpu
+@pytest.mark.parametrize("watched", [False, True])
+@layouts
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers(name, layout, watched):
+    """Outputs and gradients in bf16 against the torch backend in float64; `watched`: with a hook on the queries."""
+    fast, exact = on_gpu(MIXERS[name], "fla", torch.bfloat16), on_gpu(MIXERS[name], "torch", torch.float64)
+    exact.load_state_dict(fast.state_dict())
+    seq = seq_of(layout)
+    x, dy = (draw(*tokens(seq), 48, dtype=torch.bfloat16) for _ in range(2))
+    if watched:
+        fast.taps["q"].register_forward_hook(lambda tap, args, y: None)
+    results = []
+    for mixer in (fast, exact):
+        leaf = x.to(next(mixer.parameters()).dtype).requires_grad_()
+        y, _ = mixer(leaf, None, seq)
+        parameters = dict(mixer.named_parameters())
+        grads = torch.autograd.grad(y, [leaf, *parameters.values()], dy.to(y.dtype))
+        results.append({"output": y, **dict(zip(["input", *parameters], grads, strict=True))})
+    floor = 1e-2 * max(float(want.norm()) for want in results[1].values())
+    for key, want in results[1].items():
+        off = float((results[0][key].double() - want).norm()) / max(float(want.norm()), floor)
+        assert off < 2 * (FORWARD if key == "output" else BACKWARD), (key, off)  # a mixer rounds between its steps
+
+
+@gpu
+@pytest.mark.parametrize("name", MIXERS)
+@torch.no_grad()
+def test_mixers_in_pieces(name):
+    whole = tokens(seq_of("dense"))
+    x = draw(*whole, 48, dtype=torch.bfloat16)
+    mixer = on_gpu(MIXERS[name], "fla", torch.bfloat16)
+    want, _ = mixer(x, None, seq_of("dense"))
+    state, outs = mixer.new_state(2, 150, dtype=torch.bfloat16, device=DEVICE), []
+    for start, end in ((0, 70), (70, 71), (71, 72), (72, 150)):
+        past = torch.full((2,), start, device=DEVICE)
+        seq = Seq.build((2, end - start), DEVICE, past=past, max_past=start)
+        outs.append(mixer(x[:, start:end], state, seq)[0])
+    assert error(torch.cat(outs, 1), want) < 2 * FORWARD
