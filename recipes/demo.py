@@ -32,7 +32,7 @@ def settings() -> dict[str, RunSettings]:
 
     def run(*freeze: str, branch: str | None = None) -> RunSettings:
         return RunSettings(
-            model=ModelOptions(layout="gdn[expand_v=2] nope", d_model=128, num_layers=4, num_heads=2, d_ff=256),
+            model=ModelOptions(layout="kda[expand_v=2] nope", d_model=128, num_layers=4, num_heads=2, d_ff=256),
             data=DataOptions(task="spaced-retrieval", gaps=GAPS, batch_size=32),
             train=TrainConfig(
                 steps=STEPS,
@@ -60,12 +60,12 @@ def outcome(run: Path) -> dict[str, float]:
     rows = [row for row in last_measurements(run) if row.axes.get("gap") == max(GAPS)]
     values = {row.axes["family"]: row.values["score"] for row in rows if row.axes.get("reduce") == "mean"}
     accuracy = next(row.values["accuracy"] for row in rows if row.kind == "eval")
-    return {"recurrent": values["gdn"], "attention": values["nope"], "accuracy": accuracy}
+    return {"recurrent": values["kda"], "attention": values["nope"], "accuracy": accuracy}
 
 
 def main() -> int:
     out = console()
-    out.print(f"Three models of 4 layers (gdn nope gdn nope) learn to repeat 5 digits after {GAPS[1]} blanks.\n")
+    out.print(f"Three models of 4 layers (kda nope kda nope) learn to repeat 5 digits after {GAPS[1]} blanks.\n")
     start = time.monotonic()
     results = {}
     for name, run in settings().items():
