@@ -66,8 +66,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c + a b, in the place of c."""
-    return c.add_(mm(a, b)) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
+    """c + a b, c being fp32 or wider; what was c may be overwritten."""
+    return torch.baddbmm(c, a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,11 +165,25 @@ class ChannelDecay:
     def __init__(self, g_NCK: Tensor, scale: float):
         self.factor_NCK = exp2_(g_NCK * LOG2_E)
         self.scale = scale
-        self.enter_NCJ, self.leave_NCJ = self.factor_NCK.clone(), torch.ones_like(g_NCK)
-        h = 1
-        while h < g_NCK.shape[1]:
-            self._double(self.enter_NCJ, self.leave_NCJ, h)
-            h *= 2
+        self._whole: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def enter_NCJ(self) -> Tensor:
+        return self._of_whole_chunks()[0]
+
+    @property
+    def leave_NCJ(self) -> Tensor:
+        return self._of_whole_chunks()[1]
+
+    def _of_whole_chunks(self) -> tuple[Tensor, Tensor]:
+        """What the levels end with, if they have been gone through; otherwise the same without their pairs."""
+        if self._whole is None:
+            enter, leave, h = self.factor_NCK.clone(), torch.ones_like(self.factor_NCK), 1
+            while h < enter.shape[1]:
+                self._double(enter, leave, h)
+                h *= 2
+            self._whole = enter, leave
+        return self._whole
 
     @staticmethod
     def fold(x_NCK: Tensor) -> Tensor:
@@ -195,9 +209,10 @@ class ChannelDecay:
             right_NnXhK = product(rows_NnXhK, enter_Nn1hK, k_NCK.dtype)
             left_NnhK = product(k_NCK.unflatten(1, (-1, 2, h))[:, :, 0], leave_NnhK, k_NCK.dtype)
             yield h, enter_Nn1hK, right_NnXhK.flatten(0, 1).flatten(1, 2), leave_NnhK, left_NnhK.flatten(0, 1)
-            if 2 * h < C:
+            if 2 * h < C or self._whole is None:
                 self._double(enter, leave, h)
             h *= 2
+        self._whole = self._whole or (enter, leave)
 
     @staticmethod
     def _blocks(p_NXCC: Tensor, h: int) -> Tensor:

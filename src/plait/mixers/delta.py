@@ -187,6 +187,7 @@ class _DeltaChunk(torch.autograd.Function):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
             mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
+            mix_NRC = mix_NRC.to(work)
             inverse_NCC = _unit_inverse(erase_NCC * (x.beta_NC1 / x.scale))
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = x.beta_NC1 * x.v_NCV
@@ -195,9 +196,9 @@ class _DeltaChunk(torch.autograd.Function):
             start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows)
             start_NKV = start_NKV.to(work)
             u_NCV = torch.bmm(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV)).to(work)
-            o_NRV = add_mm(mm(x.read(), start_NKV), mix_NRC.to(work), u_NCV)
+            o_NRV = add_mm(mm(x.read(), start_NKV), mix_NRC, u_NCV)
         ctx.chunks = chunks
-        pairs = (mix_NRC.to(work), erase_NCC) if x.decay.saves_pairs else ()
+        pairs = (mix_NRC, erase_NCC) if x.decay.saves_pairs else ()
         ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV, *pairs)
         last_BSKV = chunks.unsort(last_EKV.view(state_BSKV.shape))
         return unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
