@@ -11,7 +11,7 @@ from contract.tools import error
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from plait.config import Gdn, Layer, Softmax
+from plait.config import Gdn, Gla, HeadPart, Heads, Kda, Layer, Lightning, Mamba2, Mix, Softmax
 from plait.mixers.softmax import KeyValues
 from plait.model.cache import Cache
 from plait.model.lm import LM
@@ -21,6 +21,8 @@ FULL = Softmax(num_heads=4, num_kv_heads=2, head_dim=6, rope_theta=1e4, sink=Tru
 NOPE = Softmax(num_heads=2, num_kv_heads=2, head_dim=4, logn="loga", logn_base=30.0)
 SWA = Softmax(num_heads=3, num_kv_heads=1, head_dim=4, rope_theta=1e4, window_size=5)
 GDN = Gdn(num_heads=2, num_kv_heads=2, num_v_heads=4, head_dim=4, expand_v=1.5)
+RAGGED = Softmax(num_heads=3, num_kv_heads=2, kv_map=(0, 0, 1), head_dim=4)
+KDA = Kda(num_heads=2, head_dim=4)
 VOCAB = 11
 
 
@@ -262,11 +264,27 @@ def test_a_bf16_cache_of_a_float32_model():
     assert error(got, model(text)) <= 5e-2
 
 
+MODELS = {
+    "softmax, gdn": (FULL, SWA, NOPE, GDN),
+    "recurrences": (
+        KDA,
+        Gla(num_heads=2, head_dim=4, conv_size=4),
+        Mamba2(num_heads=2, head_dim=4, state_dim=6),
+        Lightning(num_heads=4, num_kv_heads=2, head_dim=4, slopes=(1.0, 0.5, 0.1, 0.0)),
+    ),
+    "compositions": (
+        Heads(parts=(HeadPart(mixer=RAGGED, heads=(0, 2, 4)), HeadPart(mixer=KDA, heads=(1, 3)))),
+        Mix(mixers=(Softmax(num_heads=2, num_kv_heads=1, head_dim=4, window_size=3), KDA)),
+    ),
+}
+
+
 @torch.no_grad()
-def test_a_decode_step_compiles_once():
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decode_step_compiles_once(name):
     """Lengths change at every step; the graph does not (two graphs: the second takes sizes as variables)."""
     torch._dynamo.reset()
-    model, counter = model_of(FULL, SWA, NOPE, GDN), CompileCounter()
+    model, counter = model_of(*MODELS[name]), CompileCounter()
     step = torch.compile(lambda token, cache: model(token, cache=cache), backend=counter, fullgraph=True)
     cache = model.new_cache(2, 40)
     mask = torch.tensor([[1] * 6, [0] * 4 + [1] * 2])
@@ -283,9 +301,10 @@ def test_a_decode_step_compiles_once():
 
 
 @pytest.mark.slow
-def test_training_compiles_to_one_graph():
+@pytest.mark.parametrize("name", MODELS)
+def test_training_compiles_to_one_graph(name):
     torch._dynamo.reset()
-    model = model_of(FULL, SWA, NOPE, GDN)
+    model = model_of(*MODELS[name])
     text, grads = tokens(2, 70), []
     for run in (model, torch.compile(lambda t: model(t), backend="aot_eager", fullgraph=True)):
         model.zero_grad()
