@@ -31,8 +31,8 @@ def attend_naive(q_BTHE, k_BLGE, v_BLGE, q_position_BT, k_position_BL, window_si
     logits = logits.masked_fill(~_visible(q_position_BT, k_position_BL, window_size)[:, None], -math.inf)
     if sink_H is not None:
         logits = torch.cat((logits, sink_H.to(wide)[:, None, None].expand(*logits.shape[:3], 1)), -1)
-    weights = logits.softmax(-1)[..., : k_BLGE.shape[1]]
-    return torch.einsum("bhtl,blhe->bthe", weights, v_BLHE.to(wide)).to(v_BLGE.dtype)
+    weights = logits.softmax(-1)[..., : k_BLHE.shape[1]]
+    return torch.einsum("bhtl,blhe->bthe", weights, v_BLHE.to(wide)).to(v_BLHE.dtype)
 
 
 def attend(

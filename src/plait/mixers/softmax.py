@@ -133,7 +133,9 @@ class SoftmaxAttention(Mixer):
 
     def heads(self, x_BTD: Tensor, state: KeyValues | None, seq: Seq) -> tuple[Tensor, KeyValues | None]:
         q, k, v = self._qkv(x_BTD, seq)
-        if self.groups is None:
+        if self.backend == "naive":
+            o = self._each(q, k, v, state, seq, self._naive)
+        elif self.groups is None:
             o = self._attend(q, k, v, state, seq, self.sink)
         else:
             o = self.groups.each(self._attend, q, k, v, state, seq, self.sink)
@@ -142,8 +144,6 @@ class SoftmaxAttention(Mixer):
         return o, state
 
     def _attend(self, q, k, v, state: KeyValues | None, seq: Seq, sink: Tensor | None) -> Tensor:
-        if self.backend == "naive":
-            return self._each(q, k, v, state, seq, lambda *row: self._naive(*row, sink))
         if state is None:
             return attend(q, k, v, seq, window_size=self.config.window_size, sink=sink)
         if seq.dense:
@@ -190,9 +190,10 @@ class SoftmaxAttention(Mixer):
         state.write(k, v, position_BT)
         return o
 
-    def _naive(self, q, k, v, state: KeyValues | None, position_1T: Tensor, sink: Tensor | None) -> Tensor:
-        """One sequence: every key and an explicit mask."""
-        positions = position_1T
+    def _naive(self, q, k, v, state: KeyValues | None, position_1T: Tensor) -> Tensor:
+        """One sequence: every key, copied for each query head that reads it, and an explicit mask."""
+        kv_order = self.groups.kv_order if self.groups else list(range(k.shape[2]))
+        k, v, positions = k[:, :, kv_order], v[:, :, kv_order], position_1T
         if state is not None:
             start = position_1T[:, :1]
             if state.window_size is None:
@@ -203,7 +204,9 @@ class SoftmaxAttention(Mixer):
             state.write(k, v, position_1T)
             k, v = torch.cat((past_k.to(k), k), 1), torch.cat((past_v.to(v), v), 1)
             positions = torch.cat((past_positions, positions), 1)
-        return attend_naive(q, k, v, position_1T, positions, self.config.window_size, sink)
+        H, G = self.config.num_heads, self.config.num_kv_heads
+        read = [kv_order.index(kv) for kv in self.config.kv_map or (h * G // H for h in range(H))]
+        return attend_naive(q, k[:, :, read], v[:, :, read], position_1T, positions, self.config.window_size, self.sink)
 
     @staticmethod
     def _each(q, k, v, state: KeyValues | None, seq: Seq, fn: Callable[..., Tensor]) -> Tensor:
