@@ -26,12 +26,10 @@ from plait.config import (
     RopeScaling,
     Softmax,
     family,
-    fit,
-    from_json,
     select_layers,
-    suggest,
-    to_json,
 )
+from plait.config_json import from_json, to_json
+from plait.fields import fit, suggest
 
 SOFTMAX = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 GDN = {"num_heads": 4, "num_kv_heads": 4, "num_v_heads": 4, "head_dim": 16}

@@ -21,8 +21,8 @@ from plait.config import (
     RopeScaling,
     Softmax,
     leaves,
-    to_json,
 )
+from plait.config_json import to_json
 from plait.layout import parse_layout
 from plait.spec import VERSION, Spec
 

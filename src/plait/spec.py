@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plait.config import FieldError, Layer, NormKind, from_json, to_json
+from plait.config import FieldError, Layer, NormKind
+from plait.config_json import from_json, to_json
 from plait.files import read_json, write_json
 from plait.layout import Defaults, format_layout, parse_layout
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from plait.config import Lightning
 from plait.mixers.base import linear
-from plait.mixers.norm import Norm
-from plait.mixers.recurrent import LinearRule, MemoryState, head_norm
+from plait.mixers.norm import Norm, rms_norm
+from plait.mixers.recurrent import LinearRule, MemoryState
 from plait.mixers.seq import Seq
 
 
@@ -55,7 +55,7 @@ class LightningAttention(LinearRule):
         )
         o = self.recur((q, k, v, -slopes_H.expand(q.shape[:3])), state, seq)
         if config.output_norm == "head":
-            o = head_norm(o, config.norm_eps)
+            o = rms_norm(o, None, config.norm_eps)
         elif self.norm is not None:
             o = self.norm(o.flatten(-2)).view_as(o)
         gate = None

@@ -18,7 +18,7 @@ from plait.mixers.base import Mixer, RecurrentState, init_linear
 from plait.mixers.conv import ShortConv
 from plait.mixers.delta import delta_chunk, delta_naive, delta_step
 from plait.mixers.linear import linear_chunk, linear_naive, linear_step
-from plait.mixers.norm import Norm, l2_norm, rms_norm
+from plait.mixers.norm import Norm, l2_norm
 from plait.mixers.seq import Seq
 from plait.positions import apply_rope, rope_tables
 
@@ -207,8 +207,3 @@ def init_dt_bias(dt_bias: Tensor, generator: torch.Generator) -> None:
     """softplus(dt_bias) log-uniform in [1e-3, 0.1], at least 1e-4."""
     dt_bias.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_().clamp_(min=1e-4)
     dt_bias.add_(torch.log(-torch.expm1(-dt_bias)))
-
-
-def head_norm(o_BTHV: Tensor, eps: float) -> Tensor:
-    """RMSNorm over each head, without a weight."""
-    return rms_norm(o_BTHV, None, eps)

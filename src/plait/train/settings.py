@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from plait.config import from_json, suggest
+from plait.config import suggest
+from plait.config_json import from_json
 from plait.files import read_json
 from plait.presets import preset
 from plait.spec import Spec
