@@ -182,6 +182,7 @@ BAD = [
     (["train", "--name", "x", *SPACED, "--freeze", "kda:0-"], "family 'kda'"),
     (["train", "--name", "x", *SPACED, "--freeze", "gdn"], "freeze = 'gdn'"),
     (["train", "--name", "x", *SPACED, "--steps", "many"], "--steps"),
+    (["train", "--name", "x", *SPACED, "--backend", "fla", "--device", "cpu"], "its kernels run on CUDA devices only"),
     (["train", "--name", "x", *SPACED, "--gaps", "2,x"], "gaps"),
     (["train", "--name", "x", *SPACED, "--precision", "fp8"], "precision"),
     (["train", "--name", "x", *SPACED, "--device", "tpu"], "device = 'tpu'"),

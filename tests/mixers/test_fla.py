@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from contract.tools import make_mixer
 from torch import Tensor
 
-from plait.config import Gdn, Gla, Kda, Lightning, Mamba2, Mixer
-from plait.mixers import fla
+from plait.config import Gdn, Gla, Kda, Lightning, Mamba2, Mix, Mixer
+from plait.mixers import base, build_mixer, fla
 from plait.mixers.attention import attend
 from plait.mixers.delta import delta_chunk
 from plait.mixers.flex import attend_flex
 from plait.mixers.linear import linear_chunk
 from plait.mixers.norm import l2_norm
 from plait.mixers.seq import Seq
+from plait.model.lm import LM
+from plait.spec import Spec
 
 DEVICE = torch.device("cuda")
 FORWARD, BACKWARD = 1e-2, 2e-2
@@ -105,6 +107,35 @@ def test_tensors_on_a_cpu_are_one_readable_error(name):
     with pytest.raises(ValueError, match=r"backend fla: its kernels run on CUDA devices only, .* are on cpu") as caught:
         calls("cpu")[name]()
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_on_a_cpu():
+    """fla is refused and auto takes torch, when the model runs: only then is it known where it is."""
+    spec = Spec.from_layout("kda nope", vocab_size=8, d_model=16, num_layers=2, num_heads=2)
+    text = torch.arange(8)[None]
+    with pytest.raises(ValueError, match=r"backend = 'fla': its kernels run on CUDA devices only, .* are on cpu"):
+        LM(spec, backend="fla")(text)
+    torch.testing.assert_close(LM(spec, backend="auto")(text), LM(spec)(text))
+
+
+def test_auto_says_once_what_it_takes(capsys):
+    base._announce.cache_clear()
+    spec = Spec.from_layout("kda nope", vocab_size=8, d_model=16, num_layers=2, num_heads=2)
+    for _ in range(2):
+        LM(spec, backend="auto")(torch.arange(8)[None])
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("backend auto: torch (its kernels run on CUDA devices only") == 1
+
+
+def test_heads_that_its_kernels_cannot_take():
+    large = Kda(num_heads=1, head_dim=300)
+    with pytest.raises(ValueError, match="kda: key size 300; its delta-rule kernels take at most 256; use backend"):
+        build_mixer(large, 16, "fla")
+    with pytest.raises(ValueError, match="key size 300"):
+        build_mixer(Mix(mixers=(large, large)), 16, "fla")
+    mixer = build_mixer(large, 16, "torch")
+    mixer.set_backend("fla", fall_back=True)
+    assert mixer.backend == "torch"
 
 
 def test_the_module_imports_neither_fla_nor_triton():
@@ -349,6 +380,22 @@ def test_flex_attention(layout, window_size, with_sink):
         [q, k, v, draw(4)] if with_sink else [q, k, v],
         "q k v sink" if with_sink else "q k v",
     )
+
+
+@gpu
+def test_flex_attention_at_many_lengths():
+    """From the second length on its graph is one for all: no more compilations, and right."""
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for T in (200, 333, 1000, 128, 4097):
+        seq = Seq.build((2, T), DEVICE)
+        q, k, v = (draw(2, T, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        compare(
+            lambda q, k, v, s, seq=seq: attend_flex(q, k, v, seq, window_size=100, sink_H=s),
+            lambda q, k, v, s, seq=seq: attend(q, k, v, seq, window_size=100, sink=s),
+            [q, k, v, draw(4)],
+            "q k v sink",
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled <= 2
 
 
 # ---- whole mixers

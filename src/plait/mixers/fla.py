@@ -41,7 +41,7 @@ MAX_DELTA_KEY = 256
 def why_not(device: torch.device) -> str | None:
     """Why this backend cannot serve tensors of a device, in one line; None if it can."""
     if device.type != "cuda":
-        return f"its kernels run on CUDA devices only, and the tensors are on {device.type}; use backend torch"
+        return f"its kernels run on CUDA devices only, and the tensors are on {device.type}"
     if find_spec("fla") is None or find_spec("triton") is None:
         return "flash-linear-attention is not installed; pip install 'plait[fla]'"
     found = _installed()
