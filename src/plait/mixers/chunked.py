@@ -244,12 +244,14 @@ class ChannelDecay:
             d = self._blocks(dp_NXCC, h).permute(0, 4, 1, 2, 3).flatten(2, 3).flatten(0, 1).to(work)  # N * n, X * h, h
             dright = (mm(d, left) if h > 1 else d * left).unflatten(1, (-1, h)).unflatten(0, (len(k_NCK), -1))
             dleft = (mm(d.mT, right) if h > 1 else (d * right).sum(1, keepdim=True)).unflatten(0, (len(k_NCK), -1))
-            dx_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].add_((dright * enter).transpose(1, 2))
+            dx_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2).addcmul_(dright, enter)
             dk_NCK.unflatten(1, (-1, 2, h))[:, :, 0].addcmul_(dleft, leave)
-        db_NCK = (x_NXCK * dx_NXCK).sum(1) - k_NCK * dk_NCK
+        db_NCK = (k_NCK * dk_NCK).neg_()
         same_NXC1 = dp_NXCC.diagonal(dim1=2, dim2=3)[..., None]  # t = s: no decay lies between
-        dk_NCK += (same_NXC1 * x_NXCK).sum(1)
-        dx_NXCK += same_NXC1 * k_NCK[:, None]
+        for x_NCK, dx_NCK, same_NC1 in zip(x_NXCK.unbind(1), dx_NXCK.unbind(1), same_NXC1.unbind(1), strict=True):
+            db_NCK.addcmul_(x_NCK, dx_NCK)
+            dk_NCK.addcmul_(x_NCK, same_NC1)
+        dx_NXCK.addcmul_(same_NXC1, k_NCK[:, None])
         return dk_NCK, list(dx_NXCK.flatten(1, 2).split([x.shape[1] for x in rows], 1)), db_NCK
 
     @staticmethod

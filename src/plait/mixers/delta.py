@@ -247,14 +247,15 @@ def _grads(
 
     # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
     dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT), decay.enter_NCJ * x.scale)
-    dk_erase_NCK = mm(dr_NCV, start_NKV.mT).mul_(-decay.enter_NCJ)
-    dbeta_NC = (x.k_NCK * dk_erase_NCK).sum(-1)
-    dk_erase_NCK *= x.beta_NC1
+    erase_NCK = mm(dr_NCV, start_NKV.mT).mul_(decay.enter_NCJ)
+    dbeta_NC = (x.k_NCK * erase_NCK).sum(-1).neg_()
+    erase_NCK *= x.beta_NC1
     dk_NCK = mm(u_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
-    leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
-    db_NCJ = decay.fold(sum_rows(x.q_NRK * dq_NRK, C) + x.k_NCK * dk_erase_NCK) - leave_NCJ
+    leave_NCK = x.k_NCK * dk_NCK
+    leave_NCJ = decay.fold(leave_NCK)
+    db_NCJ = decay.fold(sum_rows(x.q_NRK * dq_NRK, C).addcmul_(x.k_NCK, erase_NCK, value=-1).sub_(leave_NCK))
     keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
-    dk_NCK += dk_erase_NCK
+    dk_NCK -= erase_NCK
 
     # Between tokens of the chunk: dM = dO U^T and dA = -dR U^T.
     derase_NCC = mm(dr_NCV, u_NCV.mT).tril_(-1).mul_(-1 / x.scale)
