@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from plait.config import Gdn, Gla, Kda, Lightning, Mamba2, Mixer
+from plait.config import Gdn, Gla, Heads, Kda, Lightning, Mamba2, Mix, Mixer
 from plait.mixers import MixerModule
 from plait.mixers.gla import GatedLinearAttention
 from plait.mixers.lightning import LightningAttention
@@ -234,13 +234,14 @@ def test_bf16(config: Mixer, T: int, seed: int):
     exact.load_state_dict(mixer.state_dict())
     x = torch.randn(2, T, d_model, generator=torch.Generator().manual_seed(seed)).bfloat16()
     got, rounded, want = (gradients(m, x.to(next(m.parameters()).dtype), dense(2, T)) for m in (mixer, naive, exact))
+    more = 1.5 if isinstance(config, Heads | Mix) else 1  # rounds once more between its parts and the projection
     floor = 1e-2 * max(float(w.norm()) for w in want.values())
 
     def off(value: Tensor, name: str) -> float:
         return float((value.double() - want[name]).norm()) / max(float(want[name].norm()), floor)
 
     for name in want:
-        tolerance = max(1e-2 if name == "output" else 2e-2, 1.5 * off(rounded[name], name))
+        tolerance = max(1e-2 if name == "output" else 2e-2, 1.5 * off(rounded[name], name)) * more
         assert off(got[name], name) <= tolerance, name
     with torch.no_grad():
         state = mixer.new_state(2, T, dtype=torch.bfloat16, device=x.device)
@@ -249,4 +250,4 @@ def test_bf16(config: Mixer, T: int, seed: int):
         for start, end in zip(cuts, cuts[1:], strict=False):
             seq = Seq.build((2, end - start), x.device, past=torch.full((2,), start), max_past=start)
             pieces.append(mixer(x[:, start:end], state, seq)[0])
-    assert off(torch.cat(pieces, 1), "output") <= max(1e-2, 1.5 * off(rounded["output"], "output"))
+    assert off(torch.cat(pieces, 1), "output") <= max(1e-2, 1.5 * off(rounded["output"], "output")) * more
