@@ -226,10 +226,9 @@ class ChannelDecay:
         x_NXCK = self._stack(rows, C)
         p_NXCC = self.factor_NCK.new_zeros(*x_NXCK.shape[:3], C)
         for h, _, right, _, left in self._levels(k_NCK, x_NXCK):
-            block = (right * left).sum(-1, keepdim=True) if h == 1 else mm(right, left.mT)
-            block = block.unflatten(0, (len(k_NCK), -1)).unflatten(2, (-1, h))  # N, n, X, h, h
+            block = mm(right, left.mT).unflatten(0, (len(k_NCK), -1)).unflatten(2, (-1, h))  # N, n, X, h, h
             self._blocks(p_NXCC, h).copy_(block.permute(0, 2, 3, 4, 1))
-        p_NXCC.diagonal(dim1=2, dim2=3).copy_((x_NXCK * k_NCK[:, None]).sum(-1))
+        p_NXCC.diagonal(dim1=2, dim2=3).copy_((x_NXCK * k_NCK[:, None]).sum(-1, dtype=p_NXCC.dtype))
         p_NXCC *= self.scale
         return list(p_NXCC.flatten(1, 2).split([x.shape[1] for x in rows], 1))
 
@@ -242,8 +241,8 @@ class ChannelDecay:
         dk_NCK = torch.zeros_like(k_NCK, dtype=self.factor_NCK.dtype)
         for h, enter, right, leave, left in self._levels(k_NCK, x_NXCK):
             d = self._blocks(dp_NXCC, h).permute(0, 4, 1, 2, 3).flatten(2, 3).flatten(0, 1).to(work)  # N * n, X * h, h
-            dright = (mm(d, left) if h > 1 else d * left).unflatten(1, (-1, h)).unflatten(0, (len(k_NCK), -1))
-            dleft = (mm(d.mT, right) if h > 1 else (d * right).sum(1, keepdim=True)).unflatten(0, (len(k_NCK), -1))
+            dright = mm(d, left).unflatten(1, (-1, h)).unflatten(0, (len(k_NCK), -1))
+            dleft = mm(d.mT, right).unflatten(0, (len(k_NCK), -1))
             dx_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2).addcmul_(dright, enter)
             dk_NCK.unflatten(1, (-1, 2, h))[:, :, 0].addcmul_(dleft, leave)
         db_NCK = (k_NCK * dk_NCK).neg_()
