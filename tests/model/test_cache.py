@@ -313,3 +313,14 @@ def test_training_compiles_to_one_graph(name):
     scale = max(g.norm() for g in grads[0].values())
     for name, want in grads[0].items():
         assert (grads[1][name] - want).norm() <= 1e-10 * max(want.norm(), 1e-3 * scale), name
+
+
+def test_two_layers_of_unlike_groups():
+    """Their heads lie in the same order, their KV heads do not."""
+    maps = ((0, 1, 1, 1), (0, 1, 2, 2), (0, 0, 1, 1))
+    mixers = [Softmax(num_heads=4, num_kv_heads=max(m) + 1, kv_map=m, head_dim=4) for m in maps]
+    model, text = model_of(*mixers), tokens(2, 9)
+    logits = model(text)
+    for block in model.blocks:
+        block.mixer.set_backend("naive")
+    assert error(logits, model(text)) <= 1e-10

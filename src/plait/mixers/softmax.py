@@ -69,7 +69,7 @@ class _Groups:
     """
 
     def __init__(self, kv_map: tuple[int, ...]):
-        sizes = Counter(kv_map)
+        self.kv_map, sizes = kv_map, Counter(kv_map)
         self.kv_order = sorted(sizes, key=lambda kv: sizes[kv])
         self.q_order = [head for kv in self.kv_order for head, own in enumerate(kv_map) if own == kv]
         self.back = [self.q_order.index(head) for head in range(len(kv_map))]
@@ -78,7 +78,7 @@ class _Groups:
 
     def each(self, attend: Callable[..., Tensor], q, k, v, state: KeyValues | None, seq: Seq, sink) -> Tensor:
         """attend on every run, outputs in the order of the query heads."""
-        key = ("groups", *self.q_order)
+        key = ("groups", self.kv_map)
         kv_order, q_order, back = seq.once(
             key, lambda: [torch.tensor(x, device=q.device) for x in (self.kv_order, self.q_order, self.back)]
         )
