@@ -92,10 +92,11 @@ def test_left_padded_generation_equals_one_by_one(tokens):
         assert torch.equal(together[row : row + 1], alone)
 
 
+@pytest.mark.parametrize("layout", ["gdn swa[window=5, sink=true]", *LAYOUTS[4:], "heads(3:nope, 1:kda) lightning"])
 @torch.no_grad()
-def test_a_decode_step_can_be_captured_in_a_cuda_graph(tokens):
+def test_a_decode_step_can_be_captured_in_a_cuda_graph(layout, tokens):
     """Nothing in it waits for the host or depends on a Python number that changes."""
-    model = build("gdn swa[window=5, sink=true]", torch.float32, "cuda")
+    model = build(layout, torch.float32, "cuda")
     plain, static = model.new_cache(3, 64), model.new_cache(3, 64)
     for cache in (plain, static):
         prefill(model, tokens[:, :20].cuda(), cache)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, Self
 
@@ -166,6 +166,20 @@ def resolve(backend: Backend, device: torch.device, dtype: torch.dtype) -> Backe
 @functools.cache
 def _announce(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+_CONSTANTS: dict[tuple, Tensor] = {}
+
+
+def constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor made once: making it anew would wait for the host in each step, and break the capture of one."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    key = (tuple(values), dtype, device)
+    if key not in _CONSTANTS:
+        with torch.inference_mode(False):
+            _CONSTANTS[key] = torch.tensor(values, dtype=dtype, device=device)
+    return _CONSTANTS[key]
 
 
 def linear(d_in: int, d_out: int, *, bias: bool = False) -> nn.Linear:

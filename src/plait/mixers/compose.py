@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.config import Heads, Leaf, Mix, Softmax
-from plait.mixers.base import Backend, Mixer, State, Tap, init_linear, linear, taps
+from plait.mixers.base import Backend, Mixer, State, Tap, constant, init_linear, linear, taps
 from plait.mixers.norm import rms_norm
 from plait.mixers.seq import Seq
 
@@ -113,8 +113,7 @@ class HeadWise(Composition):
             outs = [o * gates[i] if i in gates else o for i, o in enumerate(outs)]
         o_BTHV = torch.cat(outs, 2)
         if self.place is not None:
-            place_H = seq.once(("place", self.place), lambda: torch.tensor(self.place, device=o_BTHV.device))
-            o_BTHV = o_BTHV.index_select(2, place_H)
+            o_BTHV = o_BTHV.index_select(2, constant(self.place, torch.long, o_BTHV.device))
         if self.scale is not None:
             o_BTHV = o_BTHV * self.scale.to(o_BTHV.dtype)[:, None]
         return o_BTHV, state

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.config import Lightning
-from plait.mixers.base import linear
+from plait.mixers.base import constant, linear
 from plait.mixers.norm import Norm, rms_norm
 from plait.mixers.recurrent import LinearRule, MemoryState
 from plait.mixers.seq import Seq
@@ -47,13 +47,10 @@ class LightningAttention(LinearRule):
         # Every query head has a decay of its own, so keys and values are as many as queries.
         if config.num_kv_heads < config.num_heads:
             group = config.kv_map or [h * config.num_kv_heads // config.num_heads for h in range(config.num_heads)]
-            group_H = seq.once(("group", tuple(group)), lambda: torch.tensor(group, device=q.device))
+            group_H = constant(group, torch.long, q.device)
             k, v = k[:, :, group_H], v[:, :, group_H]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        slopes_H = seq.once(
-            ("slopes", config.slopes, wide), lambda: torch.tensor(config.slopes, dtype=wide, device=q.device)
-        )
-        o = self.recur((q, k, v, -slopes_H.expand(q.shape[:3])), state, seq)
+        g_H = constant([-slope for slope in config.slopes], torch.promote_types(q.dtype, torch.float32), q.device)
+        o = self.recur((q, k, v, g_H.expand(q.shape[:3])), state, seq)
         if config.output_norm == "head":
             o = rms_norm(o, None, config.norm_eps)
         elif self.norm is not None:

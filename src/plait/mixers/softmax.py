@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plait.config import Softmax
 from plait.mixers.attention import attend, attend_masked, attend_naive
-from plait.mixers.base import Mixer, State, init_linear, linear
+from plait.mixers.base import Mixer, State, constant, init_linear, linear
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
 from plait.positions import apply_rope, logn_scale, rope_tables
@@ -69,7 +69,7 @@ class _Groups:
     """
 
     def __init__(self, kv_map: tuple[int, ...]):
-        self.kv_map, sizes = kv_map, Counter(kv_map)
+        sizes = Counter(kv_map)
         self.kv_order = sorted(sizes, key=lambda kv: sizes[kv])
         self.q_order = [head for kv in self.kv_order for head, own in enumerate(kv_map) if own == kv]
         self.back = [self.q_order.index(head) for head in range(len(kv_map))]
@@ -78,9 +78,8 @@ class _Groups:
 
     def each(self, attend: Callable[..., Tensor], q, k, v, state: KeyValues | None, seq: Seq, sink) -> Tensor:
         """attend on every run, outputs in the order of the query heads."""
-        key = ("groups", self.kv_map)
-        kv_order, q_order, back = seq.once(
-            key, lambda: [torch.tensor(x, device=q.device) for x in (self.kv_order, self.q_order, self.back)]
+        kv_order, q_order, back = (
+            constant(order, torch.long, q.device) for order in (self.kv_order, self.q_order, self.back)
         )
         q, k, v = q[:, :, q_order], k[:, :, kv_order], v[:, :, kv_order]
         sink = None if sink is None else sink[q_order]
