@@ -65,9 +65,11 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else torch.bmm(a, b)
 
 
-def add_mm(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c + a b, c being fp32 or wider; what was c may be overwritten."""
-    return torch.baddbmm(c, a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else c.baddbmm_(a, b)
+def add_mm(c: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """c + scale * a b, c being fp32 or wider; what was c may be overwritten."""
+    if a.dtype == torch.bfloat16:
+        return torch.baddbmm(c, a, b, alpha=scale, out_dtype=torch.float32)
+    return c.baddbmm_(a, b, alpha=scale)
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,6 +77,14 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling() or torch.promote_types(a.dtype, b.dtype) == dtype:
         return (a * b).to(dtype)
     return torch.mul(a, b, out=a.new_empty(torch.broadcast_shapes(a.shape, b.shape), dtype=dtype))
+
+
+def store(place: Tensor, x: Tensor, scale: float) -> None:
+    """place = x * scale, in a view."""
+    if torch.compiler.is_compiling():
+        place.copy_(x * scale)
+    else:
+        torch.mul(x, scale, out=place)
 
 
 def mul_rows(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
@@ -227,30 +237,33 @@ class ChannelDecay:
         p_NXCC = self.factor_NCK.new_zeros(*x_NXCK.shape[:3], C)
         for h, _, right, _, left in self._levels(k_NCK, x_NXCK):
             block = mm(right, left.mT).unflatten(0, (len(k_NCK), -1)).unflatten(2, (-1, h))  # N, n, X, h, h
-            self._blocks(p_NXCC, h).copy_(block.permute(0, 2, 3, 4, 1))
-        p_NXCC.diagonal(dim1=2, dim2=3).copy_((x_NXCK * k_NCK[:, None]).sum(-1, dtype=p_NXCC.dtype))
-        p_NXCC *= self.scale
+            store(self._blocks(p_NXCC, h), block.permute(0, 2, 3, 4, 1), self.scale)
+        same_NXC = (x_NXCK * k_NCK[:, None]).sum(-1, dtype=p_NXCC.dtype)  # t = s: no decay lies between
+        store(p_NXCC.diagonal(dim1=2, dim2=3), same_NXC, self.scale)
         return list(p_NXCC.flatten(1, 2).split([x.shape[1] for x in rows], 1))
 
     def pairs_back(
         self, k_NCK: Tensor, rows: list[Tensor], pairs: list[Tensor], grads: list[Tensor]
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        C, work = k_NCK.shape[1], k_NCK.dtype
-        x_NXCK, dp_NXCC = self._stack(rows, C), self._stack(grads, C) * self.scale
-        dx_NXCK = torch.zeros_like(x_NXCK, dtype=self.factor_NCK.dtype)
-        dk_NCK = torch.zeros_like(k_NCK, dtype=self.factor_NCK.dtype)
+        N, C, work, wide = len(k_NCK), k_NCK.shape[1], k_NCK.dtype, self.factor_NCK.dtype
+        x_NXCK = self._stack(rows, C)
+        dp_NXCC = [grad.unflatten(1, (-1, C)) for grad in grads]
+        # t = s first. What these give to b cancels below, in x dx - k dk.
+        same_NX1C = torch.cat([dp.diagonal(dim1=2, dim2=3) for dp in dp_NXCC], 1)[..., None] * self.scale
+        dx_NXCK = same_NX1C * k_NCK[:, None]
+        dk_NCK = torch.zeros_like(k_NCK, dtype=wide)
+        for x_NCK, same_NC1 in zip(x_NXCK.unbind(1), same_NX1C.unbind(1), strict=True):
+            dk_NCK.addcmul_(x_NCK, same_NC1)
         for h, enter, right, leave, left in self._levels(k_NCK, x_NXCK):
-            d = self._blocks(dp_NXCC, h).permute(0, 4, 1, 2, 3).flatten(2, 3).flatten(0, 1).to(work)  # N * n, X * h, h
-            dright = mm(d, left).unflatten(1, (-1, h)).unflatten(0, (len(k_NCK), -1))
-            dleft = mm(d.mT, right).unflatten(0, (len(k_NCK), -1))
+            d = torch.cat([self._blocks(dp, h).permute(0, 4, 1, 2, 3) for dp in dp_NXCC], 2)  # N, n, X, h, h
+            d = (d * self.scale).to(work).flatten(2, 3).flatten(0, 1)
+            dright = mm(d, left).unflatten(1, (-1, h)).unflatten(0, (N, -1))
+            dleft = mm(d.mT, right).unflatten(0, (N, -1))
             dx_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2).addcmul_(dright, enter)
             dk_NCK.unflatten(1, (-1, 2, h))[:, :, 0].addcmul_(dleft, leave)
         db_NCK = (k_NCK * dk_NCK).neg_()
-        same_NXC1 = dp_NXCC.diagonal(dim1=2, dim2=3)[..., None]  # t = s: no decay lies between
-        for x_NCK, dx_NCK, same_NC1 in zip(x_NXCK.unbind(1), dx_NXCK.unbind(1), same_NXC1.unbind(1), strict=True):
+        for x_NCK, dx_NCK in zip(x_NXCK.unbind(1), dx_NXCK.unbind(1), strict=True):
             db_NCK.addcmul_(x_NCK, dx_NCK)
-            dk_NCK.addcmul_(x_NCK, same_NC1)
-        dx_NXCK.addcmul_(same_NXC1, k_NCK[:, None])
         return dk_NCK, list(dx_NXCK.flatten(1, 2).split([x.shape[1] for x in rows], 1)), db_NCK
 
     @staticmethod

@@ -164,8 +164,8 @@ class _Chunked(NamedTuple):
         )
 
     def read(self) -> Tensor:
-        """Q'."""
-        return mul_rows(self.q_NRK, self.decay.enter_NCJ * self.scale)
+        """Q' without its 1/sqrt(K)."""
+        return mul_rows(self.q_NRK, self.decay.enter_NCJ)
 
     def transfer(self, inverse_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K', X and P from T."""
@@ -196,7 +196,7 @@ class _DeltaChunk(torch.autograd.Function):
             start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows)
             start_NKV = start_NKV.to(work)
             u_NCV = torch.bmm(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV)).to(work)
-            o_NRV = add_mm(mm(x.read(), start_NKV), mix_NRC, u_NCV)
+            o_NRV = add_mm(mm(mix_NRC, u_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks = chunks
         pairs = (mix_NRC, erase_NCC) if x.decay.saves_pairs else ()
         ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV, *pairs)
@@ -217,7 +217,7 @@ class _DeltaChunk(torch.autograd.Function):
 
             # dR from the outputs of the chunk, then dS across the chunks, then the rest of dR.
             dr_NCV = torch.bmm(inverse_NCC.mT, mm(pairs[0].to(work).mT, do_NRV))
-            dw_NKV = add_mm(mm(x.read().mT, do_NRV), old_NCK.mT, dr_NCV.to(work))
+            dw_NKV = add_mm(mm(old_NCK.mT, dr_NCV.to(work)), x.read().mT, do_NRV, x.scale)
             dlast_EKV = chunks.sort(dlast_BSKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = scan_back(dlast_EKV, p_NKK, dw_NKV, x.rows)
             dend_NKV = dend_NKV.to(work)
@@ -246,7 +246,7 @@ def _grads(
     decay, C = x.decay, x.k_NCK.shape[1]
 
     # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
-    dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT), decay.enter_NCJ * x.scale)
+    dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT).mul_(x.scale), decay.enter_NCJ)
     erase_NCK = mm(dr_NCV, start_NKV.mT).mul_(decay.enter_NCJ)
     dbeta_NC = (x.k_NCK * erase_NCK).sum(-1).neg_()
     erase_NCK *= x.beta_NC1

@@ -140,8 +140,8 @@ class _Chunked(NamedTuple):
         )
 
     def read(self) -> Tensor:
-        """Q'."""
-        return product(self.q_NCK, self.decay.enter_NCJ * self.scale, self.q_NCK.dtype)
+        """Q' without its scale."""
+        return product(self.q_NCK, self.decay.enter_NCJ, self.q_NCK.dtype)
 
     def write(self) -> Tensor:
         """K'."""
@@ -166,7 +166,7 @@ class _LinearChunk(torch.autograd.Function):
             first_EKV = chunks.sort(state_BHKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = fade(first_EKV, x.keep_NJ1, w_NKV, x.rows)
             start_NKV = start_NKV.to(work)
-            o_NCV = add_mm(mm(x.read(), start_NKV), mix_NCC, x.v_NCV)
+            o_NCV = add_mm(mm(mix_NCC, x.v_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks, ctx.scale = chunks, scale
         ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHV, g_BTH, start_NKV, *([mix_NCC] if x.decay.saves_pairs else []))
         last_BHKV = chunks.unsort(last_EKV.view(state_BHKV.shape))
@@ -181,13 +181,13 @@ class _LinearChunk(torch.autograd.Function):
             decay, work = x.decay, x.k_NCK.dtype
             do_NCV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
             mix_NCC = ctx.saved_tensors[5] if decay.saves_pairs else decay.pairs(x.k_NCK, x.q_NCK)[0]
-            dw_NKV = mm(x.read().mT, do_NCV)
+            dw_NKV = mm(x.read().mT, do_NCV).mul_(x.scale)
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows)
             dend_NKV = dend_NKV.to(work)
             dv_NCV = add_mm(mm(x.write(), dend_NKV), mix_NCC.to(work).mT, do_NCV)
 
-            dq_NCK = mm(do_NCV, start_NKV.mT).mul_(decay.enter_NCJ * x.scale)
+            dq_NCK = mm(do_NCV, start_NKV.mT).mul_(x.scale).mul_(decay.enter_NCJ)
             dk_NCK = mm(x.v_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
             leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
             db_NCJ = decay.fold(x.q_NCK * dq_NCK) - leave_NCJ
