@@ -143,7 +143,10 @@ class SoftmaxAttention(Mixer):
         return o, state
 
     def _attend(self, q, k, v, state: KeyValues | None, seq: Seq, sink: Tensor | None) -> Tensor:
-        if state is None:
+        first = seq.max_past == 0 and max(seq.lengths) > 1  # nothing to look back on, and no step to be captured
+        if first and state is not None:
+            self._fill(k, v, state, seq)
+        if first or state is None:
             return attend(q, k, v, seq, window_size=self.config.window_size, sink=sink)
         if seq.dense:
             return self._cached(q, k, v, state, seq.position_BT, seq.max_past, sink)
@@ -168,13 +171,20 @@ class SoftmaxAttention(Mixer):
             q = (q * scale_BT[..., None, None]).to(q.dtype)
         return self.taps["q"](q, seq), self.taps["k"](k, seq), self.taps["v"](v, seq)
 
+    @staticmethod
+    def _fill(k, v, state: KeyValues, seq: Seq) -> None:
+        """The first tokens of every sequence into the cache."""
+        if seq.dense:
+            state.write(k, v, seq.position_BT)
+            return
+        for s, (k_1, v_1, position_1) in enumerate(zip(*(seq.split(x) for x in (k, v, seq.position_BT)), strict=True)):
+            state.row(s).write(k_1, v_1, position_1)
+
     def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, max_past: int, sink: Tensor | None) -> Tensor:
         """Dense rows that may be at different lengths: attend to what the cache holds and to the new tokens."""
         window, T = self.config.window_size, q.shape[1]
         if window is None:
             state.write(k, v, position_BT)
-            if max_past == 0 and T > 1:
-                return attend(q, k, v, None, sink=sink)
             bound = state.size if T == 1 else max_past + T  # a single step must not depend on a changing number
             slots = torch.arange(bound, device=q.device)
             return attend_masked(
