@@ -38,6 +38,17 @@ def dense(B: int, T: int) -> Seq:
     return Seq.build((B, T), torch.device("cpu"))
 
 
+def pieces(mixer: MixerModule, x: Tensor, cuts: tuple[int, ...]) -> Tensor:
+    """The outputs of a sequence fed in pieces through the state."""
+    state = mixer.new_state(len(x), x.shape[1], dtype=x.dtype, device=x.device)
+    outs, ends = [], sorted({*cuts, x.shape[1]})
+    for start, end in zip([0, *ends], ends, strict=False):
+        past = torch.full((len(x),), start, device=x.device)
+        seq = Seq.build((len(x), end - start), x.device, past=past, max_past=start)
+        outs.append(mixer(x[:, start:end], state, seq)[0])
+    return torch.cat(outs, 1)
+
+
 def error(got: Tensor, want: Tensor) -> float:
     """Relative RMS error; infinite if anything is not finite."""
     got, want = got.detach().double(), want.detach().double()

@@ -3,12 +3,10 @@ with KV groups of unequal size is plain attention with keys and values repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from contract.configs import build as build_model
-from contract.tools import dense, error, examples, make_mixer
+from contract.tools import dense, error, examples, make_mixer, pieces
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -67,19 +65,6 @@ def alone(config: Leaf, whole: nn.Module, i: int, x: Tensor) -> Tensor:
     identity = torch.eye(config.num_out_heads * config.value_dim, dtype=x.dtype)
     y = functional_call(own, {**weights, "o.weight": identity}, (x, None, dense(*x.shape[:2])), strict=True)[0]
     return y.unflatten(-1, (config.num_out_heads, config.value_dim))
-
-
-def pieces(mixer: MixerModule, x: Tensor, cuts: tuple[int, ...]) -> Tensor:
-    """The outputs of a sequence fed in pieces through the state."""
-
-    def each() -> Iterator[Tensor]:
-        state = mixer.new_state(len(x), x.shape[1], dtype=x.dtype, device=x.device)
-        ends = sorted({*cuts, x.shape[1]})
-        for start, end in zip([0, *ends], ends, strict=False):
-            seq = Seq.build((len(x), end - start), x.device, past=torch.full((len(x),), start), max_past=start)
-            yield mixer(x[:, start:end], state, seq)[0]
-
-    return torch.cat(list(each()), 1)
 
 
 def same(mixer: MixerModule, x: Tensor, want: Tensor) -> None:

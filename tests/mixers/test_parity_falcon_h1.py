@@ -9,20 +9,18 @@ on the two outputs are `multipliers`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from contract.configs import disturb
-from contract.tools import dense, error
+from contract.tools import dense, error, pieces
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from plait.config import Mamba2, Mix, Softmax
 from plait.mixers import MixerModule, build_mixer
-from plait.mixers.seq import Seq
 
 D, THETA, EPS = 24, 500.0, 1e-5
 MULTIPLIERS = {
@@ -133,19 +131,6 @@ def ours_of(case: Case, layer: nn.Module) -> dict[str, Tensor]:
     if case.norm:
         weights["1.norm.weight"] = theirs.norm.weight
     return {f"parts.{name}": weight for name, weight in weights.items()}
-
-
-def pieces(ours: MixerModule, x: Tensor, cuts: tuple[int, ...]) -> Tensor:
-    """The outputs of a sequence fed in pieces through the state."""
-
-    def each() -> Iterator[Tensor]:
-        state = ours.new_state(len(x), x.shape[1], dtype=x.dtype, device=x.device)
-        ends = sorted({*cuts, x.shape[1]})
-        for start, end in zip([0, *ends], ends, strict=False):
-            past = torch.full((len(x),), start)
-            yield ours(x[:, start:end], state, Seq.build((len(x), end - start), x.device, past=past, max_past=start))[0]
-
-    return torch.cat(list(each()), 1)
 
 
 def inputs(T: int) -> Tensor:

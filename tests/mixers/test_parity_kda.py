@@ -4,18 +4,16 @@ rule computes in nothing wider."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 
 import pytest
 import torch
 from contract.configs import disturb
-from contract.tools import dense, error
+from contract.tools import dense, error, pieces
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from plait.config import Kda
 from plait.mixers import MixerModule, build_mixer
-from plait.mixers.seq import Seq
 
 D = 24
 SMALL = Kda(num_heads=3, head_dim=8, norm_eps=1e-5)
@@ -70,19 +68,6 @@ def build(config: Kda, theirs: nn.Module) -> MixerModule:
     ours = build_mixer(config, D, "torch")
     ours.load_state_dict(ours_of(theirs))
     return ours
-
-
-def pieces(ours: MixerModule, x: Tensor, cuts: tuple[int, ...]) -> Tensor:
-    """The outputs of a sequence fed in pieces through the state."""
-
-    def each() -> Iterator[Tensor]:
-        state = ours.new_state(len(x), x.shape[1], dtype=x.dtype, device=x.device)
-        ends = sorted({*cuts, x.shape[1]})
-        for start, end in zip([0, *ends], ends, strict=False):
-            past = torch.full((len(x),), start)
-            yield ours(x[:, start:end], state, Seq.build((len(x), end - start), x.device, past=past, max_past=start))[0]
-
-    return torch.cat(list(each()), 1)
 
 
 def inputs(T: int, scale: float = 1.0) -> Tensor:

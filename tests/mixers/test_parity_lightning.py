@@ -4,18 +4,16 @@ families of slopes against their published formulas."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 
 import pytest
 import torch
 from contract.configs import disturb
-from contract.tools import dense, error
+from contract.tools import dense, error, pieces
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from plait.config import Lightning
 from plait.mixers import MixerModule, build_mixer
-from plait.mixers.seq import Seq
 from plait.spec import Spec
 
 D = 24
@@ -88,19 +86,6 @@ def build(config: Lightning, theirs: nn.Module) -> MixerModule:
 
 def run(theirs: nn.Module, x: Tensor) -> Tensor:
     return theirs(x, position_embeddings=None, attention_mask=None)[0]
-
-
-def pieces(ours: MixerModule, x: Tensor, cuts: tuple[int, ...]) -> Tensor:
-    """The outputs of a sequence fed in pieces through the state."""
-
-    def each() -> Iterator[Tensor]:
-        state = ours.new_state(len(x), x.shape[1], dtype=x.dtype, device=x.device)
-        ends = sorted({*cuts, x.shape[1]})
-        for start, end in zip([0, *ends], ends, strict=False):
-            past = torch.full((len(x),), start)
-            yield ours(x[:, start:end], state, Seq.build((len(x), end - start), x.device, past=past, max_past=start))[0]
-
-    return torch.cat(list(each()), 1)
 
 
 def inputs(T: int) -> Tensor:

@@ -40,13 +40,23 @@ def decay_of_state(g_BS: Tensor) -> Tensor:
     return g_BS.exp()[..., None] if g_BS.ndim == 3 else g_BS.exp()[..., None, None]
 
 
-def fit_chunk(size: int, longest: int) -> int:
-    """A smaller chunk where sequences are short."""
+def chunk_length(size: int | None, longest: int, *operands: Tensor) -> int:
+    """Tokens of a chunk: by default what was fastest, 128 for products in bf16 and otherwise 64; less where sequences
+    are short."""
+    size = size if size is not None else 128 if runs_in_bf16(*operands) else 64
     if size < 16 or size & (size - 1):
         raise ValueError(f"chunk_size: {size}; it must be a power of two, at least 16")
     while size > 16 and size >= 2 * longest:
         size //= 2
     return size
+
+
+def widen(k_BTSK: Tensor, v_BTSV: Tensor, state_BSKV: Tensor | None, *others: Tensor) -> list[Tensor]:
+    """All of these in at least fp32, a state of zeros where there is none."""
+    dtype = wide_dtype(k_BTSK, v_BTSV, *others)
+    if state_BSKV is None:
+        state_BSKV = v_BTSV.new_zeros(*k_BTSK.shape[::2], k_BTSK.shape[3], v_BTSV.shape[3], dtype=dtype)
+    return [x.to(dtype) for x in (k_BTSK, v_BTSV, state_BSKV, *others)]
 
 
 def pack(x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks) -> Tensor:

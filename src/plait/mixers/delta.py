@@ -33,8 +33,8 @@ from plait.mixers.chunked import (
     ChannelDecay,
     ScalarDecay,
     add_mm,
+    chunk_length,
     decay_of_state,
-    fit_chunk,
     least,
     make_decay,
     mm,
@@ -46,6 +46,7 @@ from plait.mixers.chunked import (
     sum_rows,
     unpack,
     wide_dtype,
+    widen,
 )
 from plait.mixers.seq import Chunks, Seq
 
@@ -60,7 +61,7 @@ def delta_naive(
 ) -> tuple[Tensor, Tensor]:
     """The specification, token by token: (o_BTHV in v's dtype, state_BSKV in fp32, or fp64 for fp64 inputs)."""
     dtype = v_BTSV.dtype
-    q, k, v, g, beta, state = _widen(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV)
+    k, v, state, q, g, beta = widen(k_BTSK, v_BTSV, state_BSKV, q_BTHK, g_BTS, beta_BTS)
     q = q.unflatten(2, (k.shape[2], -1)) * k.shape[-1] ** -0.5  # B, T, S, G, K
     outputs = []
     with torch.autocast(q.device.type, enabled=False):
@@ -84,7 +85,7 @@ def delta_step(
 ) -> tuple[Tensor, Tensor]:
     """One token: (o_B1HV, state_BSKV). Reads the state once for key and queries; waits for nothing on the host."""
     dtype = v_B1SV.dtype
-    q, k, v, g, beta, state = _widen(q_B1HK, k_B1SK, v_B1SV, g_B1S, beta_B1S, state_BSKV)
+    k, v, state, q, g, beta = widen(k_B1SK, v_B1SV, state_BSKV, q_B1HK, g_B1S, beta_B1S)
     k_BSK, v_BSV, beta_BS1 = k[:, 0], v[:, 0], beta[:, 0, :, None]
     q_BSGK = q[:, 0].unflatten(1, (k.shape[2], -1)) * k.shape[-1] ** -0.5
     with torch.autocast(q.device.type, enabled=False):
@@ -110,28 +111,16 @@ def delta_chunk(
 
     Dense rows, or packed sequences [1, N, ...] with one state for each, in the order of the sequences. On CUDA the
     products of bf16 inputs run in bf16 with fp32 accumulation; gates, decays, the triangular inverse and the states
-    stay in fp32. chunk_size: by default what was fastest, 128 for those and otherwise 64.
+    stay in fp32. chunk_size: chunked.chunk_length.
     """
-    if chunk_size is None:
-        chunk_size = 128 if runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else 64
     longest = max(seq.lengths, default=0)
-    chunk_size = fit_chunk(chunk_size, longest)
+    chunk_size = chunk_length(chunk_size, longest, q_BTHK, k_BTSK, v_BTSV)
     wide = wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
     if state_BSKV is None:
         state_BSKV = v_BTSV.new_zeros(seq.num_sequences, *k_BTSK.shape[2:], v_BTSV.shape[3], dtype=wide)
     if longest == 0:
         return v_BTSV.new_zeros(*q_BTHK.shape[:3], v_BTSV.shape[3]), state_BSKV.to(wide)
     return _DeltaChunk.apply(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, seq.chunks(chunk_size))
-
-
-def _widen(
-    q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g_BTS: Tensor, beta_BTS: Tensor, state_BSKV: Tensor | None
-) -> list[Tensor]:
-    inputs = (q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
-    dtype = wide_dtype(*inputs)
-    if state_BSKV is None:
-        state_BSKV = v_BTSV.new_zeros(*k_BTSK.shape[::2], k_BTSK.shape[3], v_BTSV.shape[3], dtype=dtype)
-    return [x.to(dtype) for x in (*inputs, state_BSKV)]
 
 
 class _Chunked(NamedTuple):

@@ -1,4 +1,3 @@
-# pyright: reportMissingImports=false
 """The backend `fla`: mixers on the Triton kernels of flash-linear-attention, https://github.com/fla-org.
 
 fla needs triton even to be imported, so every import of it is inside a function: this module loads anywhere, and what

@@ -28,8 +28,8 @@ from plait.mixers.chunked import (
     ChannelDecay,
     ScalarDecay,
     add_mm,
+    chunk_length,
     decay_of_state,
-    fit_chunk,
     make_decay,
     mm,
     pack,
@@ -37,6 +37,7 @@ from plait.mixers.chunked import (
     runs_in_bf16,
     unpack,
     wide_dtype,
+    widen,
 )
 from plait.mixers.seq import Chunks, Seq
 
@@ -52,7 +53,7 @@ def linear_naive(
 ) -> tuple[Tensor, Tensor]:
     """The specification, token by token: (o_BTHV in v's dtype, state_BHKV in fp32, or fp64 for fp64 inputs)."""
     dtype = v_BTHV.dtype
-    q, k, v, g, state = _widen(q_BTHK, k_BTHK, v_BTHV, g_BTH, state_BHKV)
+    k, v, state, q, g = widen(k_BTHK, v_BTHV, state_BHKV, q_BTHK, g_BTH)
     outputs = []
     with torch.autocast(q.device.type, enabled=False):
         for t in range(q.shape[1]):
@@ -72,7 +73,7 @@ def linear_step(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One token: (o_B1HV, state_BHKV). Waits for nothing on the host."""
-    q, k, v, g, state = _widen(q_B1HK, k_B1HK, v_B1HV, g_B1H, state_BHKV)
+    k, v, state, q, g = widen(k_B1HK, v_B1HV, state_BHKV, q_B1HK, g_B1H)
     with torch.autocast(q.device.type, enabled=False):
         state = torch.addcmul(state * decay_of_state(g[:, 0]), k[:, 0, :, :, None], v[:, 0, :, None, :])
         o_BH1V = (q[:, 0, :, None] * scale) @ state
@@ -93,27 +94,17 @@ def linear_chunk(
     """In chunks: (o_BTHV in v's dtype, state in fp32, or fp64 for fp64 inputs), differentiable once.
 
     g: [B, T, H] or [B, T, H, K]. Dense rows, or packed sequences [1, N, ...] with one state for each. On CUDA the
-    products of bf16 inputs run in bf16 with fp32 accumulation; decays and states stay in fp32. chunk_size: by default
-    what was fastest, 128 for those and otherwise 64.
+    products of bf16 inputs run in bf16 with fp32 accumulation; decays and states stay in fp32. chunk_size:
+    chunked.chunk_length.
     """
-    if chunk_size is None:
-        chunk_size = 128 if runs_in_bf16(q_BTHK, k_BTHK, v_BTHV) else 64
     longest = max(seq.lengths, default=0)
-    chunk_size = fit_chunk(chunk_size, longest)
+    chunk_size = chunk_length(chunk_size, longest, q_BTHK, k_BTHK, v_BTHV)
     wide = wide_dtype(q_BTHK, k_BTHK, v_BTHV, g_BTH)
     if state_BHKV is None:
         state_BHKV = v_BTHV.new_zeros(seq.num_sequences, *k_BTHK.shape[2:], v_BTHV.shape[3], dtype=wide)
     if longest == 0:
         return v_BTHV.new_zeros(v_BTHV.shape), state_BHKV.to(wide)
     return _LinearChunk.apply(q_BTHK, k_BTHK, v_BTHV, g_BTH, state_BHKV, seq.chunks(chunk_size), scale)
-
-
-def _widen(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, state_BHKV: Tensor | None) -> list[Tensor]:
-    inputs = (q_BTHK, k_BTHK, v_BTHV, g_BTH)
-    dtype = wide_dtype(*inputs)
-    if state_BHKV is None:
-        state_BHKV = v_BTHV.new_zeros(*k_BTHK.shape[::2], k_BTHK.shape[3], v_BTHV.shape[3], dtype=dtype)
-    return [x.to(dtype) for x in (*inputs, state_BHKV)]
 
 
 class _Chunked(NamedTuple):
