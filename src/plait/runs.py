@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from plait import records
 from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.model.io import load
@@ -15,7 +17,7 @@ from plait.records import Record
 from plait.train.checkpoint import find_checkpoint
 from plait.train.config import TrainConfig
 from plait.train.held_out import held_out
-from plait.train.loop import Measure, device_name, train
+from plait.train.loop import Measure, autocast, device_name, train
 from plait.train.settings import DataOptions, RunSettings
 
 
@@ -23,7 +25,12 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
     """Train a run, or go on with it: held-out data and, where asked for, layer retrieval scores along the way."""
     config = settings.train
     task = settings.data.build(config.seed)
-    measures = [Measure(config.eval_every, lambda model: held_out(model, task, rows=config.eval_rows))]
+
+    def losses(model: LM) -> list[Record]:
+        with autocast(torch.device(device), config.precision):
+            return held_out(model, task, rows=config.eval_rows)
+
+    measures = [Measure(config.eval_every, losses)]
     if config.probe_every:
         if not isinstance(task, SpacedRetrieval):
             raise ValueError(f"probe_every = {config.probe_every}; layer retrieval scores need --task spaced-retrieval")

@@ -72,11 +72,10 @@ def train(
     clip_of = _recorded_clips(config)
     with claim(run):
         start = _begin(run, spec, settings, branch)
-        backend = resolve(config.backend, torch.device(device), torch.float32)
         if start:
-            model = load(start.path, device=device, backend=backend)
+            model = load(start.path, device=device, backend=config.backend)
         else:
-            model = LM(spec, seed=config.seed, device=device, backend=backend)
+            model = LM(spec, seed=config.seed, device=device, backend=config.backend)
         model.train()
         optimizer = make_optimizer(model, config)
         if start:
@@ -130,7 +129,9 @@ def train(
 
 def check(spec: Spec, config: TrainConfig, device: torch.device | str = "cpu") -> None:
     """Refuse what cannot be trained before anything is written."""
-    LM(spec, device="meta", backend=resolve(config.backend, torch.device(device), torch.float32))
+    if config.backend == "fla":
+        resolve("fla", torch.device(device), torch.bfloat16)
+    LM(spec, device="meta", backend=config.backend)
     for item in config.freezes:
         select_layers(spec.layers, item.families)
 
