@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from plait.config import (
+    NORMS,
     Gdn,
     Gla,
     HeadPart,
@@ -20,6 +21,7 @@ from plait.config import (
     Mamba2,
     Mix,
     Mixer,
+    MlpKind,
     RopeScaling,
     Softmax,
 )
@@ -74,6 +76,9 @@ def softmaxes(draw, num_heads: int | None = None, head_dim: int | None = None) -
         rope_scaling=draw(st.none() | rope_scalings),
         window_size=draw(st.none() | st.integers(1, 300)),
         qk_norm=draw(st.sampled_from([None, "head", "full"])),
+        qk_norm_kind=draw(st.sampled_from(["rms", "rms1p"])),
+        bias=draw(st.sampled_from([None, "qkv"])),
+        softmax_scale=draw(st.none() | st.floats(0.01, 2)),
         sink=draw(BOOL),
         output_gate=draw(BOOL),
         logn=logn,
@@ -161,8 +166,9 @@ def layers(draw) -> Layer:
     return Layer(
         mixer=draw(mixers()),
         d_ff=d_ff,
-        mlp=draw(st.sampled_from(["swiglu", "geglu", "gelu", "relu2"])),
-        norm=draw(st.sampled_from(["rms", "rms1p", "layer"])),
+        mlp=draw(st.sampled_from(get_args(MlpKind))),
+        mlp_bias=draw(BOOL),
+        norm=draw(st.sampled_from(NORMS)),
         norm_placement=placement,
         parallel=d_ff > 0 and placement == "pre" and draw(BOOL),
         mixer_multiplier=draw(st.floats(-2, 2)),
@@ -178,7 +184,7 @@ def specs() -> st.SearchStrategy[Spec]:
         d_model=st.sampled_from([16, 48, 64]),
         layers=st.lists(layers(), min_size=1, max_size=3).map(tuple),
         tie_embeddings=BOOL,
-        norm=st.sampled_from(["rms", "rms1p", "layer"]),
+        norm=st.sampled_from(NORMS),
         norm_eps=EPS,
         embed_multiplier=st.floats(0.5, 12),
         logit_multiplier=st.floats(0.5, 12),

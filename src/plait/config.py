@@ -21,8 +21,11 @@ from plait.fields import (
     suggest,
 )
 
-NormKind = Literal["rms", "rms1p", "layer"]
-MlpKind = Literal["swiglu", "geglu", "gelu", "relu2"]
+NormKind = Literal["rms", "rms1p", "layer", "layer_nobias"]
+NORMS: tuple[NormKind, ...] = get_args(NormKind)
+MlpKind = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "relu2"]
+GATED: tuple[MlpKind, ...] = ("swiglu", "geglu", "geglu_tanh")
+"""MLPs of three matrices"""
 
 
 def _check_conv(config: Any) -> None:
@@ -141,6 +144,12 @@ class Softmax(_Leaf):
     """visible keys, the token itself included; None: all"""
     qk_norm: Literal["head", "full"] | None = None
     """RMSNorm of q and k before RoPE: over each head, or over all heads together"""
+    qk_norm_kind: Literal["rms", "rms1p"] = "rms"
+    """with weight w or 1 + w"""
+    bias: Literal["qkv", "all"] | None = None
+    """biases of the projections: none, of queries, keys and values, or of the output too"""
+    softmax_scale: float | None = None
+    """factor on q.k; None: 1 / sqrt(head_dim)"""
     sink: bool = False
     """a learnable logit per head in the softmax denominator (000, B.1)"""
     output_gate: bool = False
@@ -154,7 +163,9 @@ class Softmax(_Leaf):
     def __post_init__(self):
         check_positive(self, "num_heads", "head_dim", "norm_eps")
         _check_groups(self)
-        check_choice(self, "qk_norm", "logn")
+        check_choice(self, "qk_norm", "qk_norm_kind", "bias", "logn")
+        scale = self.softmax_scale
+        check(self, scale is None or 0 < scale < math.inf, "softmax_scale", "above 0, or none")
         check(self, self.window_size is None or self.window_size >= 1, "window_size", "at least 1, or none")
         check(self, self.rope_theta is None or 1 < self.rope_theta < math.inf, "rope_theta", "above 1, or none")
         check(self, 0 < self.rope_fraction <= 1, "rope_fraction", "above 0 and at most 1")
@@ -374,6 +385,7 @@ class Heads:
                     f" {show(list(part.heads))}"
                 )
         _check_head_map([head for part in self.parts for head in part.heads])
+        _no_output_bias(self, [part.mixer for part in self.parts])
         _same_value_dim(self, [part.mixer for part in self.parts])
 
     @property
@@ -418,6 +430,7 @@ class Mix:
         check(self, matching, "multipliers", f"one for each of {len(self.mixers)} mixers, or none")
         check(self, all(map(math.isfinite, self.multipliers or ())), "multipliers", "finite numbers")
         if self.fuse != "project":
+            _no_output_bias(self, self.mixers)
             _same_value_dim(self, self.mixers)
             counts = [mixer.num_out_heads for mixer in self.mixers]
             if len(set(counts)) > 1:
@@ -454,6 +467,11 @@ def _check_head_map(named: list[int]) -> None:
         )
 
 
+def _no_output_bias(config: Heads | Mix, mixers: Iterable) -> None:
+    if any(getattr(mixer, "bias", None) == "all" for mixer in mixers):
+        raise ValueError(f"{config.kind}: bias = all; it must be qkv or none, as the mixers share an output projection")
+
+
 def _same_value_dim(config: Heads | Mix, mixers: Iterable) -> None:
     sizes = {f"{family(mixer)} {mixer.value_dim}" for mixer in mixers}
     if len({size.split()[1] for size in sizes}) > 1:
@@ -477,8 +495,10 @@ class Layer:
     d_ff: int = 0
     """width of the MLP; 0: no MLP"""
     mlp: MlpKind = "swiglu"
+    """swiglu, geglu and geglu_tanh (GELU by its tanh form) have a gate; gelu and relu2 (ReLU squared) have none"""
+    mlp_bias: bool = False
     norm: NormKind = "rms"
-    """rms1p is RMSNorm with weight 1 + w"""
+    """rms1p is RMSNorm with weight 1 + w; layer_nobias LayerNorm without a bias"""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """norm of each branch's input, of its output, or of both"""
     parallel: bool = False

@@ -13,7 +13,22 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
-from plait.config import Gdn, Gla, Heads, Kda, Layer, Lightning, Mamba2, Mix, Mixer, NormKind, Softmax, family
+from plait.config import (
+    GATED,
+    Gdn,
+    Gla,
+    Heads,
+    Kda,
+    Layer,
+    Lightning,
+    Mamba2,
+    Mix,
+    Mixer,
+    NormKind,
+    Softmax,
+    family,
+    leaves,
+)
 from plait.layout import likely_kv_heads
 from plait.spec import Spec
 
@@ -90,12 +105,16 @@ def layer_params(layer: Layer, d_model: int) -> int:
 
 
 def mlp_params(layer: Layer, d_model: int) -> int:
-    return (3 if layer.mlp in ("swiglu", "geglu") else 2) * d_model * layer.d_ff
+    """Matrices, and biases where it has them."""
+    gated = layer.mlp in GATED and layer.d_ff > 0
+    bias = layer.d_ff * (2 if gated else 1) + d_model if layer.mlp_bias and layer.d_ff else 0
+    return (3 if gated else 2) * d_model * layer.d_ff + bias
 
 
 def mixer_params(mixer: Mixer, d_model: int) -> int:
     """Every parameter of a token mixer: its matrices and the rest."""
-    return _matrices(mixer, d_model) + _vectors(mixer)
+    output_bias = d_model * sum(getattr(leaf, "bias", None) == "all" for leaf in leaves(mixer))
+    return _matrices(mixer, d_model) + _vectors(mixer) + output_bias
 
 
 def _projection(mixer: Mixer, d_model: int) -> int:
@@ -152,7 +171,7 @@ def _vectors(mixer: Mixer) -> int:
     match mixer:
         case Softmax(num_heads=H, num_kv_heads=KV, head_dim=D):
             norm = {None: 0, "head": 2 * D, "full": (H + KV) * D}[mixer.qk_norm]
-            return norm + (H if mixer.sink else 0)
+            return norm + (H if mixer.sink else 0) + ((H + 2 * KV) * D if mixer.bias else 0)
         case Gdn(num_v_heads=HV, value_dim=V):
             return conv + 2 * HV + V
         case Gla(num_heads=H, key_dim=K, value_dim=V):

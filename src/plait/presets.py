@@ -142,7 +142,7 @@ def _model_003(
 ) -> dict[str, Any]:
     shape = Size(*size)
     recurrent = {"num_heads": shape.d_model // 128, "head_dim": 128, "expand_v": 2, "conv_size": 4}
-    # The paper does not say where KDA's dt_bias starts; figure 2 comes out with log_uniform, not with zero (docs/log.md).
+    # Where KDA's dt_bias starts, it leaves open: figure 2 comes out with log_uniform, not with zero (docs/log.md).
     overrides = {"kda": recurrent, "gdn": recurrent, "gla": {**recurrent, "expand_k": 1}}
     heads = {"num_kv_heads": kv_heads, "head_dim": head_dim}
     return {"layout": layout, **shape._asdict(), **heads, "vocab_size": vocab_size, "overrides": overrides}

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plait.config import FieldError, Layer, NormKind
+from plait.config import NORMS, FieldError, Layer, NormKind
 from plait.config_json import from_json, to_json
 from plait.files import read_json, write_json
 from plait.layout import Defaults, format_layout, parse_layout
@@ -49,7 +49,7 @@ class Spec:
             check(name, 0 < getattr(self, name) < math.inf, "above 0")
         for name in ("embed_multiplier", "logit_multiplier"):
             check(name, math.isfinite(getattr(self, name)), "finite")
-        check("norm", self.norm in ("rms", "rms1p", "layer"), "one of rms, rms1p, layer")
+        check("norm", self.norm in NORMS, f"one of {', '.join(NORMS)}")
         check("context_length", self.context_length is None or self.context_length > 0, "above 0, or none")
         if not self.layers:
             raise ValueError("spec: layers is empty; a model has at least one layer")

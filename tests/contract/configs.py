@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from plait.config import (
+    NORMS,
     Gdn,
     Gla,
     HeadPart,
@@ -25,6 +27,7 @@ from plait.config import (
     Mamba2,
     Mix,
     Mixer,
+    MlpKind,
     RopeScaling,
     Softmax,
     leaves,
@@ -69,6 +72,9 @@ def softmaxes(draw: DrawFn, sizes: tuple[int, ...]) -> Softmax:
         **rope,
         window_size=draw(st.none() | st.sampled_from(WINDOWS)),
         qk_norm=draw(st.sampled_from((None, "head", "full"))),
+        qk_norm_kind=draw(st.sampled_from(("rms", "rms1p"))),
+        bias=draw(st.sampled_from((None, "qkv"))),
+        softmax_scale=draw(st.sampled_from((None, 0.2, 1.1))),
         sink=draw(st.booleans()),
         output_gate=draw(st.booleans()),
         logn=logn,
@@ -248,8 +254,9 @@ def layers(draw: DrawFn, mixer: Mixer) -> Layer:
     return Layer(
         mixer=mixer,
         d_ff=d_ff,
-        mlp=draw(st.sampled_from(("swiglu", "geglu", "gelu", "relu2"))),
-        norm=draw(st.sampled_from(("rms", "rms1p", "layer"))),
+        mlp=draw(st.sampled_from(get_args(MlpKind))),
+        mlp_bias=draw(st.booleans()),
+        norm=draw(st.sampled_from(NORMS)),
         norm_placement="pre" if parallel else draw(st.sampled_from(("pre", "post", "sandwich"))),
         parallel=parallel,
         mixer_multiplier=draw(st.sampled_from((1.0, 0.7, -1.5))),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from contract.configs import disturb
 from contract.tools import dense, error
-from torch import Tensor
+from torch import Tensor, nn
 
-from plait.config import Gdn, Layer, Softmax
+from plait import cost
+from plait.config import NORMS, Gdn, Layer, MlpKind, Softmax
 from plait.mixers.norm import Norm
 from plait.model.block import Block
 from plait.model.lm import LM
@@ -39,6 +41,7 @@ def mlp(block: Block, x: Tensor) -> Tensor:
     inner = {
         "swiglu": lambda: F.silu(x @ block.mlp.gate.weight.T) * up,
         "geglu": lambda: F.gelu(x @ block.mlp.gate.weight.T) * up,
+        "geglu_tanh": lambda: F.gelu(x @ block.mlp.gate.weight.T, approximate="tanh") * up,
         "gelu": lambda: F.gelu(up),
         "relu2": lambda: up.clamp(min=0) ** 2,
     }[kind]()
@@ -65,7 +68,7 @@ EQUATIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["swiglu", "geglu", "gelu", "relu2"])
+@pytest.mark.parametrize("kind", get_args(MlpKind))
 @pytest.mark.parametrize("placement", EQUATIONS)
 @torch.no_grad()
 def test_equations(placement: str, kind: str):
@@ -82,20 +85,38 @@ def test_parallel():
 
 
 @torch.no_grad()
+def test_biases():
+    """Of every projection and of the MLP: with weights at zero they are all there is."""
+    mixer = dataclasses.replace(MIXER, bias="all", qk_norm="head", qk_norm_kind="rms1p")
+    block = Block(Layer(mixer=mixer, d_ff=12, mlp="geglu_tanh", mlp_bias=True), D, "torch")
+    block.init_weights(0.4, torch.Generator().manual_seed(0))
+    assert not any(module.bias.any() for module in block.modules() if isinstance(module, nn.Linear))
+    disturb(block, 0)
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.zero_()
+    block, x = block.double(), x_BTD()
+    attended = block.mixer(x, None, dense(2, T))[0]
+    assert error(attended, block.mixer.o.bias.expand_as(x)) <= 1e-12
+    assert error(block.mlp(x), block.mlp.down.bias.expand_as(x)) <= 1e-12
+    assert cost.layer_params(block.layer, D) == sum(p.numel() for p in block.parameters())
+
+
+@torch.no_grad()
 def test_without_mlp():
     block, x = block_of(), x_BTD()
     assert error(block(x, None, dense(2, T)), x + mixer(block, block.norm1(x))) <= 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["rms", "rms1p", "layer"])
+@pytest.mark.parametrize("kind", NORMS)
 @torch.no_grad()
 def test_norms(kind: str, dtype: torch.dtype):
     norm = Norm(kind, D, 1e-3)
     norm.init_weights()
     x = 3 * x_BTD() + 1
     plain = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-    if kind == "layer":
+    if kind.startswith("layer"):
         centred = x - x.mean(-1, keepdim=True)
         plain = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]

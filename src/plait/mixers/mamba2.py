@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from plait.config import Mamba2
 from plait.mixers.base import linear
-from plait.mixers.norm import Norm, rms_norm
-from plait.mixers.recurrent import LinearRule, MemoryState, init_dt_bias, wide
+from plait.mixers.norm import Norm, rms_norm, wide
+from plait.mixers.recurrent import LinearRule, MemoryState, init_dt_bias
 from plait.mixers.seq import Seq
 
 

@@ -10,7 +10,7 @@ from plait.config import NormKind
 
 
 class Norm(nn.Module):
-    """RMSNorm, RMSNorm with weight 1 + w (rms1p), or LayerNorm."""
+    """RMSNorm, RMSNorm with weight 1 + w (rms1p), or LayerNorm, with a bias or without."""
 
     def __init__(self, kind: NormKind, size: int, eps: float):
         super().__init__()
@@ -24,20 +24,26 @@ class Norm(nn.Module):
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
-        weight = 1 + self.weight if self.kind == "rms1p" else self.weight
+        if self.kind in ("layer", "layer_nobias"):
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), bias, self.eps)
+        weight = 1 + wide(self.weight) if self.kind == "rms1p" else self.weight
         return rms_norm(x, weight, self.eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, in x's dtype."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    x_wide = wide(x)
+    normed = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight).to(x.dtype)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps) over the last dimension, in x's dtype."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    x_wide = wide(x)
+    return (x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

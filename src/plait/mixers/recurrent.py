@@ -18,7 +18,7 @@ from plait.mixers.base import Mixer, RecurrentState, init_linear
 from plait.mixers.conv import ShortConv
 from plait.mixers.delta import delta_chunk, delta_naive, delta_step
 from plait.mixers.linear import linear_chunk, linear_naive, linear_step
-from plait.mixers.norm import Norm, l2_norm
+from plait.mixers.norm import Norm, l2_norm, wide
 from plait.mixers.seq import Seq
 from plait.positions import apply_rope, rope_tables
 
@@ -196,11 +196,6 @@ class DeltaRule(Recurrent):
 class LinearRule(Recurrent):
     naive, step, chunk = staticmethod(linear_naive), staticmethod(linear_step), staticmethod(linear_chunk)
     fla = "linear_fla"
-
-
-def wide(x: Tensor) -> Tensor:
-    """At least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def init_dt_bias(dt_bias: Tensor, generator: torch.Generator) -> None:

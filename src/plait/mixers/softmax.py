@@ -102,14 +102,12 @@ class SoftmaxAttention(Mixer):
         super().__init__()
         self.config = config
         H, G, E = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q = linear(d_model, H * E)
-        self.k = linear(d_model, G * E)
-        self.v = linear(d_model, G * E)
-        self.o = linear(H * E, d_model)
+        self.q, self.k, self.v = (linear(d_model, size * E, bias=config.bias is not None) for size in (H, G, G))
+        self.o = linear(H * E, d_model, bias=config.bias == "all")
         self.gate = linear(d_model, H * E) if config.output_gate else None
         sizes = {None: None, "head": (E, E), "full": (H * E, G * E)}[config.qk_norm]
-        self.q_norm = Norm("rms", sizes[0], config.norm_eps) if sizes else None
-        self.k_norm = Norm("rms", sizes[1], config.norm_eps) if sizes else None
+        self.q_norm = Norm(config.qk_norm_kind, sizes[0], config.norm_eps) if sizes else None
+        self.k_norm = Norm(config.qk_norm_kind, sizes[1], config.norm_eps) if sizes else None
         self.sink = nn.Parameter(torch.empty(H)) if config.sink else None
         self.groups = _Groups(config.kv_map) if config.kv_map else None
 
@@ -169,6 +167,8 @@ class SoftmaxAttention(Mixer):
             key = ("logn", config.logn, config.logn_base, x_BTD.dtype)
             scale_BT = seq.once(key, lambda: logn_scale(config, seq.position_BT, x_BTD.dtype))
             q = (q * scale_BT[..., None, None]).to(q.dtype)
+        if config.softmax_scale is not None:
+            q = q * (config.softmax_scale * E**0.5)
         return self.taps["q"](q, seq), self.taps["k"](k, seq), self.taps["v"](v, seq)
 
     @staticmethod

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.config import Layer, MlpKind
+from plait.config import GATED, Layer, MlpKind
 from plait.mixers import Backend, build_mixer
 from plait.mixers.base import State, init_linear, linear, taps
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
 
-ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "relu2": lambda x: F.relu(x).square()}
+ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class Mlp(nn.Module):
-    def __init__(self, kind: MlpKind, d_model: int, d_ff: int):
+    def __init__(self, kind: MlpKind, d_model: int, d_ff: int, bias: bool):
         super().__init__()
         self.act = ACTIVATIONS[kind]
-        self.gate = linear(d_model, d_ff) if kind in ("swiglu", "geglu") else None
-        self.up = linear(d_model, d_ff)
-        self.down = linear(d_ff, d_model)
+        self.gate = linear(d_model, d_ff, bias=bias) if kind in GATED else None
+        self.up = linear(d_model, d_ff, bias=bias)
+        self.down = linear(d_ff, d_model, bias=bias)
 
     def init_weights(self, std: float, generator: torch.Generator) -> None:
         for module in (self.gate, self.up, self.down):
@@ -38,7 +46,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.mixer = build_mixer(layer.mixer, d_model, backend)
-        self.mlp = Mlp(layer.mlp, d_model, layer.d_ff) if layer.d_ff else None
+        self.mlp = Mlp(layer.mlp, d_model, layer.d_ff, layer.mlp_bias) if layer.d_ff else None
         two = self.mlp is not None and not layer.parallel
         sandwich = layer.norm_placement == "sandwich"
 
