@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.bench.timing import saved_bytes
+from plait.mixers import chunked
 from plait.mixers.chunked import ChannelDecay, ScalarDecay, mul_rows, product
 from plait.mixers.seq import Chunks, Seq
 
@@ -397,13 +398,16 @@ def test_pair_sums_and_their_gradients(C, strong, channels) -> None:
         assert a.shape == p.shape and relative_rms(a, p) < 1e-10
         assert not a.unflatten(1, (-1, C)).triu(1).any()
 
-    # What comes from above the diagonal, where the sums are 0, must not count.
+    # What comes from above the diagonal, where the sums are 0, must not count; all is added to what there was.
     rng = torch.Generator().manual_seed(7)
     grads = [torch.randn(p.shape, generator=rng, dtype=p.dtype) for p in ours]
-    wanted = torch.autograd.grad(theirs, leaves, grads)
-    dk, drows, db = decay.pairs_back(k, rows, ours, [x.clone() for x in grads])
-    for a, w in zip((dk, *drows, db), (*wanted[:-1], decay.fold(wanted[-1])), strict=True):
-        assert a.shape == w.shape and relative_rms(a, w) < 1e-10
+    grads[1].diagonal(dim1=1, dim2=2).zero_()
+    dk, dq, dkeys, db = torch.autograd.grad(theirs, leaves, grads)
+    wanted = dq, dk + dkeys, decay.fold(db)
+    before = [torch.randn(x.shape, generator=rng, dtype=x.dtype) for x in wanted]
+    found = decay.pairs_back(k, rows[0], ours, [x.clone() for x in grads], tuple(x.clone() for x in before))
+    for a, w, was in zip(found, wanted, before, strict=True):
+        assert a.shape == w.shape and relative_rms(a - was, w) < 1e-10
 
 
 @pytest.mark.parametrize("channels", [False, True])
@@ -414,6 +418,20 @@ def test_pair_sums_keep_the_digits_of_each_pair(channels) -> None:
         p = formula(k.double(), x.double(), segments(g), 0.7)
         size = formula(k.double().abs(), x.double().abs(), segments(g), 0.7)
         assert ((a - p).abs() <= 4e-6 * size + 1e-12).all()
+
+
+def test_what_bf16_pairs_give_to_b_cancels(monkeypatch) -> None:
+    # A pair moves b_t up and b_s down, whatever its factors were rounded to. A rest would reach all tokens before.
+    monkeypatch.setattr(chunked, "mm", lambda a, b: torch.bmm(a.float(), b.float()))  # as CUDA has it
+    k, (q, _), _, decay = make_pairs(64, 32, True, 0.05, torch.float32)
+    nothing = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k)
+    k, q = k.bfloat16(), q.bfloat16()
+    pairs = decay.pairs(k, q, k)
+    rng = torch.Generator().manual_seed(7)
+    dpairs = [torch.randn(p.shape, generator=rng) for p in pairs]
+    dpairs[1].diagonal(dim1=1, dim2=2).zero_()
+    _, _, db = decay.pairs_back(k, q, pairs, dpairs, nothing)
+    assert (db.sum(1).abs() < 1e-5 * db.abs().sum(1)).all()
 
 
 def test_a_product_rounds_once() -> None:

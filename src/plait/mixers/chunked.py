@@ -161,20 +161,28 @@ class ScalarDecay:
         return [mul_rows_(mm(x_NRK, k_NCK.mT), self.pair_NCC) for x_NRK in rows]
 
     def pairs_back(
-        self, k_NCK: Tensor, rows: list[Tensor], pairs: list[Tensor], grads: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Gradients of k [N, C, K], of the rows, and of b [N, C, J], from those of the pair sums. Overwrites both."""
-        dk_NCK, drows, db_NC = None, [], 0
-        for x_NRK, p_NRC, dp_NRC in zip(rows, pairs, grads, strict=True):
+        self,
+        k_NCK: Tensor,
+        q_NRK: Tensor,
+        pairs: list[Tensor],
+        dpairs: list[Tensor],
+        grads: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and b [N, C, J]: `grads`, plus what comes through pairs(k, q) or pairs(k, q, k), of which
+        keys with themselves (t = s) must have none. Overwrites pairs, dpairs and grads."""
+        dq_NRK, dk_NCK, db_NC1 = grads
+        for x_NRK, p_NRC, dp_NRC, keys in zip((q_NRK, k_NCK), pairs, dpairs, (False, True), strict=False):
             # The gradient of b_t - b_s is that of P_ts times P_ts: row sums minus column sums. (q dq - k dk is the
             # same sum, but in bf16 what should cancel there has been rounded apart.)
             moved_NRC = p_NRC.mul_(dp_NRC)
-            db_NC = db_NC + sum_rows(moved_NRC.sum(-1), k_NCK.shape[1]) - moved_NRC.sum(1)
+            db_NC1 = db_NC1 + (sum_rows(moved_NRC.sum(-1), k_NCK.shape[1]) - moved_NRC.sum(1))[..., None]
             d_NRC = mul_rows_(dp_NRC, self.pair_NCC).to(k_NCK.dtype)
-            drows.append(mm(d_NRC, k_NCK))
-            dk_NCK = mm(d_NRC.mT, x_NRK) if dk_NCK is None else add_mm(dk_NCK, d_NRC.mT, x_NRK)
-        assert dk_NCK is not None and isinstance(db_NC, Tensor)
-        return dk_NCK, drows, db_NC[..., None]
+            dk_NCK = add_mm(dk_NCK, d_NRC.mT, x_NRK)
+            if keys:
+                dk_NCK = add_mm(dk_NCK, d_NRC, k_NCK)
+            else:
+                dq_NRK = add_mm(dq_NRK, d_NRC, k_NCK)
+        return dq_NRK, dk_NCK, db_NC1
 
 
 class ChannelDecay:
@@ -253,28 +261,40 @@ class ChannelDecay:
         return list(p_NXCC.flatten(1, 2).split([x.shape[1] for x in rows], 1))
 
     def pairs_back(
-        self, k_NCK: Tensor, rows: list[Tensor], pairs: list[Tensor], grads: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        N, C, work, wide = len(k_NCK), k_NCK.shape[1], k_NCK.dtype, self.factor_NCK.dtype
-        x_NXCK = self._stack(rows, C)
-        dp_NXCC = [grad.unflatten(1, (-1, C)) for grad in grads]
-        # t = s first. What these give to b cancels below, in x dx - k dk.
-        same_NX1C = torch.cat([dp.diagonal(dim1=2, dim2=3) for dp in dp_NXCC], 1)[..., None] * self.scale
-        dx_NXCK = same_NX1C * k_NCK[:, None]
-        dk_NCK = torch.zeros_like(k_NCK, dtype=wide)
-        for x_NCK, same_NC1 in zip(x_NXCK.unbind(1), same_NX1C.unbind(1), strict=True):
+        self,
+        k_NCK: Tensor,
+        q_NRK: Tensor,
+        pairs: list[Tensor],
+        dpairs: list[Tensor],
+        grads: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As ScalarDecay's, all in place."""
+        N, C, work = len(k_NCK), k_NCK.shape[1], k_NCK.dtype
+        dq_NRK, dk_NCK, db_NCK = grads
+        x_NXCK, dq_NGCK = self._stack((q_NRK, k_NCK)[: len(pairs)], C), dq_NRK.unflatten(1, (-1, C))
+        dp_NXCC = [dp.unflatten(1, (-1, C)) for dp in dpairs]
+        G = dq_NGCK.shape[1]
+        same_NGC1 = dp_NXCC[0].diagonal(dim1=2, dim2=3)[..., None] * self.scale
+        dq_NGCK.addcmul_(same_NGC1, k_NCK[:, None])
+        for x_NCK, same_NC1 in zip(x_NXCK.unbind(1), same_NGC1.unbind(1), strict=False):
             dk_NCK.addcmul_(x_NCK, same_NC1)
         for h, enter, right, leave, left in self._levels(k_NCK, x_NXCK):
             d = torch.cat([self._blocks(dp, h).permute(0, 4, 1, 2, 3) for dp in dp_NXCC], 2)  # N, n, X, h, h
             d = (d * self.scale).to(work).flatten(2, 3).flatten(0, 1)
-            dright = mm(d, left).unflatten(1, (-1, h)).unflatten(0, (N, -1))
-            dleft = mm(d.mT, right).unflatten(0, (N, -1))
-            dx_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2).addcmul_(dright, enter)
-            dk_NCK.unflatten(1, (-1, 2, h))[:, :, 0].addcmul_(dleft, leave)
-        db_NCK = (k_NCK * dk_NCK).neg_()
-        for x_NCK, dx_NCK in zip(x_NXCK.unbind(1), dx_NXCK.unbind(1), strict=True):
-            db_NCK.addcmul_(x_NCK, dx_NCK)
-        return dk_NCK, list(dx_NXCK.flatten(1, 2).split([x.shape[1] for x in rows], 1)), db_NCK
+            dright_NnXhK = mm(d, left).unflatten(1, (-1, h)).unflatten(0, (N, -1))
+            dleft_NnhK = mm(d.mT, right).unflatten(0, (N, -1))
+            dq_NGCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2).addcmul_(dright_NnXhK[:, :, :G], enter)
+            dk_left, dk_right = dk_NCK.unflatten(1, (-1, 2, h)).unbind(2)
+            db_left, db_right = db_NCK.unflatten(1, (-1, 2, h)).unbind(2)
+            dk_left.addcmul_(dleft_NnhK, leave)
+            for dkeys in dright_NnXhK[:, :, G:].unbind(2):
+                dk_right.addcmul_(dkeys, enter[:, :, 0])
+            # b moves the factors as they were multiplied: rounded. Then what the halves of a block give adds up to 0,
+            # where q dq - k dk would leave a rest to all tokens before the block.
+            db_left.addcmul_(left.view_as(dleft_NnhK), dleft_NnhK, value=-1)
+            for x, dx in zip(right.view_as(dright_NnXhK).unbind(2), dright_NnXhK.unbind(2), strict=True):
+                db_right.addcmul_(x, dx)
+        return dq_NRK, dk_NCK, db_NCK
 
     @staticmethod
     def _stack(rows, C: int) -> Tensor:

@@ -250,16 +250,11 @@ def _grads(
     derase_NCC = mm(dr_NCV, u_NCV.mT).tril_(-1).mul_(-1 / x.scale)
     dbeta_NC += (derase_NCC * pairs[1]).sum(-1)
     dpairs = [mm(do_NRV, u_NCV.mT), derase_NCC.mul_(x.beta_NC1)]
-    dk_pairs_NCK, (dq_pairs_NRK, dk_rows_NCK), db_pairs_NCJ = decay.pairs_back(
-        x.k_NCK, [x.q_NRK, x.k_NCK], pairs, dpairs
-    )
-    dq_NRK += dq_pairs_NRK
-    dk_NCK += dk_pairs_NCK
-    dk_NCK += dk_rows_NCK
+    dq_NRK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NRK, pairs, dpairs, (dq_NRK, dk_NCK, db_NCJ))
 
     # g_t moves b of every token from t on, and what leaves the chunk from all before.
-    db_NCJ = (db_NCJ + db_pairs_NCJ).flip(1).cumsum(1).flip(1)
-    return dq_NRK, dk_NCK, db_NCJ + (leave_NCJ.sum(1, keepdim=True) + keep_N1J), dbeta_NC
+    dg_NCJ = db_NCJ.flip(1).cumsum(1).flip(1) + (leave_NCJ.sum(1, keepdim=True) + keep_N1J)
+    return dq_NRK, dk_NCK, dg_NCJ, dbeta_NC
 
 
 def _unit_inverse(a_NCC: Tensor) -> Tensor:

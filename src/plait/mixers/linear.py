@@ -184,10 +184,9 @@ class _LinearChunk(torch.autograd.Function):
             db_NCJ = decay.fold(x.q_NCK * dq_NCK) - leave_NCJ
             keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
             dpairs = mm(do_NCV, x.v_NCV.mT)
-            dk_pairs_NCK, (dq_pairs_NCK,), db_pairs_NCJ = decay.pairs_back(x.k_NCK, [x.q_NCK], [mix_NCC], [dpairs])
-            db_NCJ = (db_NCJ + db_pairs_NCJ).flip(1).cumsum(1).flip(1)
-            dg_NCJ = db_NCJ + (leave_NCJ.sum(1, keepdim=True) + keep_N1J)
-            grads = (dq_NCK.add_(dq_pairs_NCK), dk_NCK.add_(dk_pairs_NCK), dv_NCV, dg_NCJ)
+            dq_NCK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NCK, [mix_NCC], [dpairs], (dq_NCK, dk_NCK, db_NCJ))
+            dg_NCJ = db_NCJ.flip(1).cumsum(1).flip(1) + (leave_NCJ.sum(1, keepdim=True) + keep_N1J)
+            grads = (dq_NCK, dk_NCK, dv_NCV, dg_NCJ)
         grads = [
             unpack(grad.view(*grad.shape[:2], *like.shape[3:]), like.shape[2], like.dtype, chunks)
             for grad, like in zip(grads, inputs, strict=True)
