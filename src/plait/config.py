@@ -58,6 +58,35 @@ class RopeScaling:
     attention_factor: float | None = None
     """multiplies cos and sin; None: yarn's 0.1 ln(factor) + 1, otherwise 1"""
 
+    FIELDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "linear": ("factor", "attention_factor"),
+        "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
+        "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor", "attention_factor"),
+    }
+    """what each kind goes by, in the order of its text"""
+
+    @staticmethod
+    def parse(text: str) -> RopeScaling:
+        """KIND:FACTOR[:ORIGINAL_LENGTH[:...]], as linear:4 or llama3:8:8192:1:4; the fields are those of FIELDS."""
+        kind, *values = text.split(":")
+        names = RopeScaling.FIELDS.get(kind, ())
+        try:
+            numbers = {name: (int if name == "original_length" else float)(value) for name, value in zip(names, values)}
+        except ValueError:
+            numbers = {}
+        if not names or not 0 < len(values) <= len(names) or len(numbers) < len(values):
+            forms = ", ".join(f"{kind}:{':'.join(names).upper()}" for kind, names in RopeScaling.FIELDS.items())
+            raise ValueError(f"one of {forms}; fields from the right may be left out")
+        return RopeScaling(kind=kind, **numbers)  # pyright: ignore[reportArgumentType]
+
+    def __str__(self) -> str:
+        """The shortest text that `parse` takes for it."""
+        names = self.FIELDS[self.kind]
+        values = [getattr(self, name) for name in names]
+        while len(values) > 1 and values[-1] == RopeScaling.__dataclass_fields__[names[len(values) - 1]].default:
+            values.pop()
+        return ":".join([self.kind, *(str(int(value) if value == int(value) else value) for value in values)])
+
     def __post_init__(self):
         def check(ok: bool, field: str, allowed: str) -> None:
             if not ok:

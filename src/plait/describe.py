@@ -17,11 +17,15 @@ from plait.terminal import console
 
 
 def read_spec(text: str) -> Spec | None:
-    """The Spec of a file or directory; None if the text is a layout."""
+    """The Spec of a file or of a model; None if the text is a layout."""
     path = Path(text)
-    if path.suffix == ".json" or "/" in text or path.is_dir():
-        return Spec.load(path / "spec.json" if path.is_dir() else path)
-    return None
+    if path.suffix == ".json" or (path / "spec.json").exists():  # without torch
+        return Spec.load(path if path.suffix == ".json" else path / "spec.json")
+    if "/" not in text and not path.is_dir():
+        return None
+    from plait.model.io import load_spec
+
+    return load_spec(path)
 
 
 def describe_json(spec: Spec, context: int, dtype_bytes: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from plait.config import (
     Mixer,
     MlpKind,
     NormKind,
+    RopeScaling,
     Softmax,
     family,
     leaves,
@@ -116,7 +117,7 @@ def _keys(name: str) -> dict[str, Any]:
     """Fields that the brackets behind a name may set, with their types; the layer's come on top."""
     cls = {"heads": Heads, "mix": Mix}.get(name) or NAMES[name]
     hints = field_types(cls)
-    hidden = {"parts", "mixers", "multipliers", "slopes", "kv_map", "rope_scaling"}
+    hidden = {"parts", "mixers", "multipliers", "slopes", "kv_map"}
     hidden |= {"norm_eps"} if cls in (Heads, Mix) else set()
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.name not in hidden} | DERIVED.get(cls, {})
 
@@ -127,6 +128,8 @@ def _read(name: str, key: str, value: Any, hints: Mapping[str, Any]) -> tuple[st
     if field not in hints:
         raise ValueError(f"unknown key {show(key)} of {name}; {suggest(key, sorted(SHORT.get(h, h) for h in hints))}")
     try:
+        if field == "rope_scaling":
+            return field, None if value is None else RopeScaling.parse(str(value))
         return field, fit(hints[field], value)
     except ValueError as error:
         raise FieldError(name, key, value, str(error)) from None
@@ -288,7 +291,7 @@ def kv_groups(heads: tuple[int, ...], size: int) -> tuple[int, tuple[int, ...] |
 def format_layout(layers: tuple[Layer, ...], d_model: int) -> tuple[str, Defaults]:
     """The shortest pattern that gives these layers, with the defaults under which it does.
 
-    Raises ValueError where a layer says more than a layout string can (a RoPE scaling, a head map out of order).
+    Raises ValueError where a layer says more than a layout string can (slopes of its own, a head map out of order).
     """
     defaults = _common_defaults(layers, d_model)
     words = [_layer_text(layer, i, defaults) for i, layer in enumerate(layers)]
@@ -375,8 +378,6 @@ def _composition_text(mixer: Heads | Mix, index: int, defaults: Defaults) -> str
 
 def _leaf_options(mixer: Leaf, place: _Place, defaults: Defaults) -> dict[str, Any]:
     """The options that make a name this mixer: all of its fields, less each that follows from the others."""
-    if isinstance(mixer, Softmax) and mixer.rope_scaling is not None:
-        raise ValueError("layers: a layout string cannot say rope_scaling; write the layers as JSON")
     name = family(mixer)
     fields = vars(mixer)
     blank = {f.name: f.default for f in dataclasses.fields(mixer)}

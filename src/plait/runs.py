@@ -10,6 +10,7 @@ import torch
 
 from plait import records
 from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.model import io
 from plait.model.io import load
 from plait.model.lm import LM
 from plait.probes import retrieval_records
@@ -50,6 +51,13 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
         device=device,
         progress=progress,
     )
+
+
+def find_model(where: str) -> Path:
+    """The directory of a model: a run's latest checkpoint, RUN@STEP, or whatever plait.load takes."""
+    if "@" in where or (Path(where) / "checkpoints").is_dir():
+        return find_checkpoint(where)
+    return io.find_model(where)
 
 
 def last_measurements(run: Path) -> list[Record]:

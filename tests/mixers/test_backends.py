@@ -241,6 +241,8 @@ def test_bf16(config: Mixer, T: int, seed: int):
         return float((value.double() - want[name]).norm()) / max(float(want[name].norm()), floor)
 
     for name in want:
+        if name.endswith("k.bias"):  # without positions softmax does not see it: a gradient of nothing but rounding
+            continue
         tolerance = max(1e-2 if name == "output" else 2e-2, 1.5 * off(rounded[name], name)) * more
         assert off(got[name], name) <= tolerance, name
     with torch.no_grad():

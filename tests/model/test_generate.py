@@ -80,7 +80,7 @@ def test_stop_token(model: LM):
     tokens = prompt(3, 7)
     free = generate(model, tokens, max_new_tokens=NEW)
     stop = int(free[0, 2])
-    got = generate(model, tokens, max_new_tokens=NEW, stop_token=stop)
+    got = generate(model, tokens, max_new_tokens=NEW, stop_tokens=[stop])
     ends = []
     for row, whole in zip(got.tolist(), free.tolist(), strict=True):
         end = whole.index(stop) + 1 if stop in whole else NEW
@@ -93,7 +93,7 @@ def test_stop_token(model: LM):
 def test_it_stops_when_all_rows_have(model: LM):
     tokens = prompt(1, 7).expand(2, -1)
     stop = int(generate(model, tokens, max_new_tokens=1)[0, 0])
-    assert generate(model, tokens, max_new_tokens=NEW, stop_token=stop).tolist() == [[stop], [stop]]
+    assert generate(model, tokens, max_new_tokens=NEW, stop_tokens=[stop]).tolist() == [[stop], [stop]]
 
 
 BAD = {

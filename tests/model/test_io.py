@@ -14,7 +14,7 @@ from hypothesis import given
 from safetensors.torch import load_file, save_file
 
 from plait.config import Gdn, Layer, Softmax
-from plait.model import io
+from plait.model import tensors as on_disk
 from plait.model.io import load, save
 from plait.model.lm import LM
 from plait.spec import Spec
@@ -47,16 +47,16 @@ def assert_same(a: LM, b: LM) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip(tmp_path: Path, monkeypatch, tied: bool, dtype: torch.dtype, shard_bytes: int):
-    monkeypatch.setattr(io, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(on_disk, "SHARD_BYTES", shard_bytes)
     model = model_of(dataclasses.replace(SPEC, tie_embeddings=tied), dtype)
     save(model, tmp_path / "model")
     files = {path.name for path in (tmp_path / "model").iterdir()}
     if shard_bytes > 10_000:
-        assert files == {"spec.json", "model.safetensors"}
+        assert files == {"spec.json", "config.json", "model.safetensors"}
     else:
         index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())["weight_map"]
         assert index.keys() == model.state_dict().keys()
-        assert files == {"spec.json", "model.safetensors.index.json", *index.values()}
+        assert files == {"spec.json", "config.json", "model.safetensors.index.json", *index.values()}
         for name in set(index.values()):
             tensors = load_file(tmp_path / "model" / name)
             assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= shard_bytes
@@ -117,7 +117,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr(io, "save_file", fail)
+    monkeypatch.setattr(on_disk, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         save(LM(SPEC, seed=9), tmp_path / "model")
     with pytest.raises(OSError, match="disk full"):
@@ -195,5 +195,5 @@ def test_a_bad_directory_is_one_line(tmp_path: Path, name: str):
 
 
 def test_no_directory(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"nothing: no such directory; give one with spec\.json"):
+    with pytest.raises(ValueError, match=r"nothing: no such directory; give that of a model"):
         load(tmp_path / "nothing")

@@ -7,12 +7,16 @@ do not flow through them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plait.mixers.base import State
+from plait.mixers.compose import States
 from plait.mixers.seq import Seq
+from plait.mixers.softmax import KeyValues
 
 
 class Cache:
@@ -48,7 +52,11 @@ class Cache:
     def advance(self, seq: Seq) -> None:
         """Count the tokens of a forward pass."""
         self.lengths_S += seq.lengths[0] if seq.dense else seq.lengths_S
-        self.lengths = tuple(a + b for a, b in zip(self.lengths, seq.lengths, strict=True))
+        self.count(seq.lengths)
+
+    def count(self, new: tuple[int, ...]) -> None:
+        """Count tokens on the host, where the device has counted them itself."""
+        self.lengths = tuple(a + b for a, b in zip(self.lengths, new, strict=True))
         self.peaks = tuple(map(max, self.peaks, self.lengths))
 
     def clone(self) -> Cache:
@@ -65,13 +73,29 @@ class Cache:
         new.lengths_S = lengths_S
         return new
 
+    def resized(self, max_length: int) -> Cache:
+        """A copy with room for max_length tokens a row, which may not be less than there are."""
+        if max_length < max(1, *self.lengths):
+            raise ValueError(f"cache: max_length = {max_length}; a sequence has {max(self.lengths)} tokens")
+        new = self._with([_resized(state, max_length) for state in self.states])
+        new.max_length = max_length
+        new.lengths_S = self.lengths_S.clone()
+        return new
+
+    def select(self, index: Tensor) -> Cache:
+        """A cache of these rows, in this order, each as often as it is named; index: [rows]."""
+        rows = self._rows(index)
+        index = index.to(self.lengths_S.device)
+        new = self._with([state.map(lambda buffer: buffer[index]) for state in self.states])
+        new.lengths_S = self.lengths_S[index]
+        new.lengths, new.peaks = (tuple(numbers[row] for row in rows) for numbers in (self.lengths, self.peaks))
+        return new
+
     def reorder(self, index: Tensor) -> None:
         """Row s becomes what row index[s] was (beam search); index: [S]."""
         if tuple(index.shape) != (self.batch,):
             raise ValueError(f"cache: index has shape {tuple(index.shape)}; it must be {(self.batch,)}")
-        rows = index.tolist()
-        if not all(0 <= row < self.batch for row in rows):
-            raise ValueError(f"cache: index {rows} names a row outside 0..{self.batch - 1}")
+        rows = self._rows(index)
         index = index.to(self.lengths_S.device)
         for state in self.states:
             for _, buffer in state.tensors():
@@ -80,17 +104,28 @@ class Cache:
         self.lengths = tuple(self.lengths[row] for row in rows)
         self.peaks = tuple(self.peaks[row] for row in rows)
 
-    def crop(self, length: int) -> None:
-        """Forget what came after the first `length` tokens of every row; refused where a layer cannot go back."""
-        if length < 0:
-            raise ValueError(f"cache: length = {length}; it must be 0 or above")
-        longest = max(self.lengths)
-        for i, state in enumerate(self.states):
-            why = state.why_not_crop(length, max(self.peaks))
-            if why is not None:
-                raise ValueError(f"cache: cannot crop {longest} tokens to {length}: layers.{i}: {why}")
-        self.lengths_S.clamp_(max=length)
-        self.lengths = tuple(min(n, length) for n in self.lengths)
+    def _rows(self, index: Tensor) -> list[int]:
+        if index.ndim != 1 or len(index) == 0 or index.dtype not in (torch.long, torch.int):
+            raise ValueError(f"cache: index has shape {tuple(index.shape)}, {index.dtype}; it must be a list of rows")
+        rows = index.tolist()
+        if not all(0 <= row < self.batch for row in rows):
+            raise ValueError(f"cache: index {rows} names a row outside 0..{self.batch - 1}")
+        return rows
+
+    def crop(self, length: int | Sequence[int]) -> None:
+        """Forget what came after the first `length` tokens of every row, one number for all or each its own; refused
+        where a layer cannot go back."""
+        lengths = (length,) * self.batch if isinstance(length, int) else tuple(length)
+        if min(lengths) < 0:
+            raise ValueError(f"cache: length = {min(lengths)}; it must be 0 or above")
+        kept = tuple(min(now, n) for now, n in zip(self.lengths, lengths, strict=True))
+        for now, n, peak in zip(self.lengths, kept, self.peaks, strict=True):
+            for i, state in enumerate(self.states if n < now else ()):
+                why = state.why_not_crop(n, peak)
+                if why is not None:
+                    raise ValueError(f"cache: cannot crop {now} tokens to {n}: layers.{i}: {why}")
+        self.lengths_S.copy_(torch.tensor(kept))
+        self.lengths = kept
 
     def reset(self) -> None:
         """Empty every row, keeping the buffers."""
@@ -103,3 +138,14 @@ class Cache:
         new = copy.copy(self)
         new.states = states
         return new
+
+
+def _resized(state: State, max_length: int) -> State:
+    """A copy of a state with other numbers of slots. The size of a ring changes only while it is less than its window;
+    it has not wrapped then, and every position lies in the slot of its number, in the new one too."""
+    if isinstance(state, States):
+        return States([_resized(part, max_length) for part in state.parts])
+    if not isinstance(state, KeyValues):
+        return state.map(torch.Tensor.clone)
+    more = min(max_length, state.window_size or max_length) - state.size
+    return state.map(lambda buffer: F.pad(buffer, (0, 0, 0, 0, 0, more)) if more else buffer.clone())

