@@ -34,7 +34,7 @@ def test_contract_thoroughly(case: Case):
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_contract_catches(name: str):
-    @settings(max_examples=150, derandomize=True, phases=[Phase.generate], **QUIET)
+    @settings(max_examples=600, derandomize=True, phases=[Phase.generate], **QUIET)
     @given(cases(among=MUTATIONS[name][0]))
     def contract(case: Case):
         check(case)

@@ -27,11 +27,11 @@ def window_one_too_wide(q_position_BT, k_position_BL, window_size):
 
 
 def sink_only_in_prefill(make):
-    return lambda q, k, v, q_position, k_position, window, sink: make(q, k, v, q_position, k_position, window, None)
+    return lambda q, k, v, sink: make(q, k, v, None)
 
 
 def ring_slots_shifted(make):
-    return lambda self, count_S1: make(self, count_S1 + 1)
+    return lambda self, k, v, past: make(self, k, v, past + (self.window_size is not None))
 
 
 def ring_keeps_the_first(make):
@@ -139,8 +139,8 @@ RECURRENT = (*CONV, "lightning")
 
 MUTATIONS: dict[str, tuple[tuple[str, ...], Any, str, Callable]] = {
     "window one too wide": (SOFTMAX, attention, "_visible", lambda make: window_one_too_wide),
-    "sink only in prefill": (SOFTMAX, softmax, "attend_masked", sink_only_in_prefill),
-    "ring slots shifted": (SOFTMAX, KeyValues, "slot_positions", ring_slots_shifted),
+    "sink only in prefill": (SOFTMAX, softmax, "attend_last", sink_only_in_prefill),
+    "ring slots shifted": (SOFTMAX, KeyValues, "append", ring_slots_shifted),
     "ring keeps the first tokens": (SOFTMAX, KeyValues, "write", ring_keeps_the_first),
     "crop where tokens are lost": (SOFTMAX, KeyValues, "why_not_crop", crop_always),
     "convolution forgets its tail": (CONV, ShortConv, "forward", conv_forgets_its_tail),

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.config import Gdn, Softmax
 from plait.mixers import attention
-from plait.mixers.attention import attend, attend_masked, attend_naive
+from plait.mixers.attention import attend, attend_last, attend_masked, attend_naive, attend_step
 from plait.mixers.seq import Seq
 
 
@@ -153,6 +153,45 @@ def test_memory_is_linear(name: str, form: str):
     with Largest() as largest:
         mixer(x, None, seq)[0].sum().backward()
     assert largest.numel <= 4 * T * 4 * 24, f"{largest.op} makes {largest.numel} entries"
+
+
+@examples(100)
+@given(size=sizes, T=st.integers(1, 40), P=st.integers(1, 70), sink=st.booleans(), learns=st.booleans())
+def test_the_last_tokens_of_many(size, T: int, P: int, sink: bool, learns: bool):
+    B, G, R, E = size
+    q, k, v, s = (x if x is None else x.detach().requires_grad_(learns) for x in tensors(B, T, P, G, R, E, sink))
+    place = torch.arange(P + T)[None]
+    want = attend_naive(q, k, v, place[:, P:], place, None, s)
+    got = attend_last(q, k, v, s)
+    assert error(got, want) <= 1e-10
+    if learns:
+        inputs = [x for x in (q, k, v, s) if x is not None]
+        grads = [torch.autograd.grad(o.square().sum(), inputs) for o in (got, want)]
+        assert all(error(a, b) <= 1e-9 for a, b in zip(*grads, strict=True))
+
+
+@examples(100)
+@given(size=sizes, L=st.integers(1, 70), sink=st.booleans(), data=st.data())
+def test_one_token_of_rows_at_different_lengths(size, L: int, sink: bool, data):
+    B, G, R, E = size
+    q, k, v, s = tensors(B, 1, L - 1, G, R, E, sink)
+    counts = torch.tensor(data.draw(st.lists(st.integers(1, L), min_size=B, max_size=B)))[:, None]
+    held = data.draw(st.integers(int(counts.max()), L))
+    want = attend_naive(q, k, v, counts - 1, torch.arange(L)[None], None, s)
+    assert error(attend_step(q, k, v, counts, held, s, lambda key, make: make()), want) <= 1e-10
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@torch.no_grad()
+def test_a_long_prompt_is_continued_without_masks(sink: bool):
+    config = Softmax(num_heads=4, num_kv_heads=2, head_dim=16, sink=sink)
+    mixer, T, piece = make_mixer(config, 32, dtype=torch.float32), 8192, 512
+    state = mixer.new_state(1, T, dtype=torch.float32, device=torch.device("cpu"))
+    with Largest() as largest:
+        for start in range(0, T, piece):
+            seq = Seq.build((1, piece), torch.device("cpu"), past=torch.tensor([start]), max_past=start, level=True)
+            mixer(torch.randn(1, piece, 32), state, seq)
+    assert largest.numel <= (T + 1) * 2 * (16 + 8 * sink), largest.op  # the keys of the cache
 
 
 @pytest.mark.parametrize("window", [2048, 4096])

@@ -9,10 +9,12 @@ A sink is one more key, of zero value, whose logit is s_h: an extra channel hold
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from plait.mixers.flex import attend_flex, flex_serves
 from plait.mixers.seq import Seq
@@ -93,6 +95,64 @@ def attend_masked(q_BTHE, k_BLGE, v_BLGE, q_position_BT, k_position_BL, window_s
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
+def attend_last(q_BTHE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, sink_H: Tensor | None) -> Tensor:
+    """Causal attention of the last T of L tokens, o_BTHE; a single one may have its keys in any order."""
+    T, E = q_BTHE.shape[1], q_BTHE.shape[-1]
+    k_BLGE, v_BLGE = k_BLGE.to(q_BTHE.dtype), v_BLGE.to(q_BTHE.dtype)
+    if T == 1:
+        return _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, None, sink_H)
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BTHE, k_BLGE, v_BLGE))
+    if not _flash_serves(q_BTHE) if q_BTHE.is_cuda else learns:
+        position_1L = torch.arange(k_BLGE.shape[1], device=q_BTHE.device)[None]
+        return attend_masked(q_BTHE, k_BLGE, v_BLGE, position_1L[:, -T:], position_1L, None, sink_H)
+    if sink_H is not None:
+        q_BTHE, k_BLGE, v_BLGE = _add_sink(q_BTHE, k_BLGE, v_BLGE, sink_H)
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BLGE, v_BLGE))
+    if q_BTHE.is_cuda:
+        bias, gqa = causal_lower_right(T, k.shape[2]), q.shape[1] != k.shape[1]
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=E**-0.5, enable_gqa=gqa)
+    else:
+        o = _in_two(q, k, v, E**-0.5)
+    return o.transpose(1, 2)[..., :E]
+
+
+def _in_two(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, scale: float) -> Tensor:
+    """attend_last on a CPU: all keys before, then the new ones causally, joined by their sums of exponentials."""
+    (G, L), T = k_BGLE.shape[1:3], q_BHTE.shape[2]
+    R = q_BHTE.shape[1] // G
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    (k_past, k_new), (v_past, v_new) = (x.split((L - T, T), 2) for x in (k_BGLE, v_BGLE))
+    k_new, v_new = k_new.repeat_interleave(R, 1), v_new.repeat_interleave(R, 1)
+    new, lse_new = flash(q_BHTE, k_new, v_new, 0.0, True, scale=scale)
+    past, lse_past = flash(q_BHTE.unflatten(1, (G, R)).flatten(2, 3), k_past, v_past, scale=scale)
+    share = torch.sigmoid(lse_new - lse_past.reshape(lse_new.shape))
+    return torch.lerp(past.reshape(new.shape), new, share[..., None].to(new.dtype))
+
+
+def attend_step(q_B1HE, k_SLGE, v_SLGE, count_B1, held: int, sink_H, once: Callable) -> Tensor:
+    """One query of every row to the first `count` keys of its row, in any order; no count is above `held`.
+
+    once: Seq.once, or what calls its second argument.
+    """
+    B, L = k_SLGE.shape[:2]
+    if q_B1HE.is_cuda and sink_H is None and _flash_serves(q_B1HE):
+        make = lambda: torch.arange(B + 1, dtype=torch.int32, device=q_B1HE.device)  # noqa: E731
+        rows, count_B = once("rows", make), once(("count", L), lambda: count_B1[:, 0].int())
+        k, v = (x.to(q_B1HE.dtype).flatten(0, 1) for x in (k_SLGE, v_SLGE))
+        sizes = (rows, once(("starts", L), lambda: rows * L), 1, L, 0.0, False, False)
+        flash = torch.ops.aten._flash_attention_forward
+        return flash(q_B1HE[:, 0], k, v, *sizes, scale=q_B1HE.shape[-1] ** -0.5, seqused_k=count_B)[0][:, None]
+    mask_BL = once(("held", L, held), lambda: torch.arange(held, device=q_B1HE.device) < count_B1)
+    k, v = (x[:, :held].to(q_B1HE.dtype) for x in (k_SLGE, v_SLGE))
+    return _grouped_sdpa(q_B1HE, k, v, mask_BL[:, None], sink_H)
+
+
+def _flash_serves(q_BTHE: Tensor) -> bool:
+    """FlashAttention on a GPU: half precision, heads of whole eights, up to 256 channels with those of a sink."""
+    E = q_BTHE.shape[-1]
+    return q_BTHE.dtype in (torch.bfloat16, torch.float16) and E % 8 == 0 and E + _SINK_CHANNELS <= 256
+
+
 def _visible(q_position_BT: Tensor, k_position_BL: Tensor, window_size: int | None) -> Tensor:
     """mask_BTL of the keys each query sees."""
     q, k = q_position_BT[:, :, None], k_position_BL[:, None, :]
@@ -131,15 +191,17 @@ def _banded(q_BTHE, k_BTGE, v_BTGE, window_size: int, block: int, sink_H) -> Ten
 
 
 def _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, mask_BTL, sink_H) -> Tensor:
-    """SDPA under a mask, the R query heads of a KV head folded into its queries so that keys are not repeated."""
+    """SDPA, the R query heads of a KV head folded into its queries so that keys are not repeated. mask None: none."""
     B, T, H, E = q_BTHE.shape
     G = k_BLGE.shape[2]
     R = H // G
     if sink_H is not None:
         q_BTHE, k_BLGE, v_BLGE = _add_sink(q_BTHE, k_BLGE, v_BLGE, sink_H)
-        mask_BTL = F.pad(mask_BTL, (1, 0), value=True)
+        mask_BTL = None if mask_BTL is None else F.pad(mask_BTL, (1, 0), value=True)
     q = q_BTHE.unflatten(2, (G, R)).transpose(1, 2).flatten(2, 3)  # B, G, T * R, E
-    mask = mask_BTL.repeat_interleave(R, 1)[:, None]
+    mask = mask_BTL
+    if mask is not None:
+        mask = mask[:, None] if T == 1 else mask.repeat_interleave(R, 1)[:, None]
     o = F.scaled_dot_product_attention(q, k_BLGE.transpose(1, 2), v_BLGE.transpose(1, 2), attn_mask=mask, scale=E**-0.5)
     o = o.unflatten(2, (T, R)).transpose(1, 2).flatten(2, 3)
     return o[..., :E]

@@ -62,6 +62,10 @@ class State:
         for _, buffer in self.tensors():
             buffer.zero_()
 
+    def resized(self, max_length: int) -> Self:
+        """A copy with room for sequences of max_length tokens, no fewer than there are."""
+        return self.map(torch.Tensor.clone)
+
     def why_not_crop(self, length: int, longest: int) -> str | None:
         """Why rows of up to `longest` tokens cannot go back to `length`; None if they can."""
         raise NotImplementedError

@@ -33,6 +33,9 @@ class States(State):
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
         return type(self)([part.map(fn) for part in self.parts])
 
+    def resized(self, max_length: int) -> Self:
+        return type(self)([part.resized(max_length) for part in self.parts])
+
     def why_not_crop(self, length: int, longest: int) -> str | None:
         return next((why for part in self.parts if (why := part.why_not_crop(length, longest))), None)
 

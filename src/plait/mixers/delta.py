@@ -195,8 +195,8 @@ class _DeltaChunk(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do_BTHV, dlast_BSKV):
-        inputs, (inverse_NCC, start_NKV, u_NCV) = ctx.saved_tensors[:5], ctx.saved_tensors[5:8]
-        pairs, chunks = list(ctx.saved_tensors[8:]), ctx.chunks
+        saved, chunks = ctx.saved_tensors, ctx.chunks  # read once: activation checkpointing makes them anew each time
+        inputs, (inverse_NCC, start_NKV, u_NCV), pairs = saved[:5], saved[5:8], list(saved[8:])
         with torch.autocast(do_BTHV.device.type, enabled=False):
             x = _Chunked.build(*inputs, chunks)
             work = x.k_NCK.dtype

@@ -166,12 +166,13 @@ class _LinearChunk(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do_BTHV, dlast_BHKV):
-        inputs, start_NKV, chunks = ctx.saved_tensors[:4], ctx.saved_tensors[4], ctx.chunks
+        saved, chunks = ctx.saved_tensors, ctx.chunks  # read once: activation checkpointing makes them anew each time
+        inputs, start_NKV = saved[:4], saved[4]
         with torch.autocast(do_BTHV.device.type, enabled=False):
             x = _Chunked.build(*inputs, chunks, ctx.scale)
             decay, work = x.decay, x.k_NCK.dtype
             do_NCV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            mix_NCC = ctx.saved_tensors[5] if decay.saves_pairs else decay.pairs(x.k_NCK, x.q_NCK)[0]
+            mix_NCC = saved[5] if decay.saves_pairs else decay.pairs(x.k_NCK, x.q_NCK)[0]
             dw_NKV = mm(x.read().mT, do_NCV).mul_(x.scale)
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows)

@@ -86,6 +86,8 @@ class Seq:
     """tokens every sequence has had before (the cache's lengths); None: none"""
     max_past: int = 0
     """a bound on past_S known without asking the device"""
+    level: bool = False
+    """every sequence has had max_past tokens; never in a pass that is captured, to be replayed at other lengths"""
     _token_N: Tensor | None = None
     """place of every real token in the flattened padded batch; None unless built from a mask"""
     _shape: tuple[int, int] | None = None
@@ -100,16 +102,18 @@ class Seq:
         cu_seqlens: Tensor | None = None,
         past: Tensor | None = None,
         max_past: int = 0,
+        level: bool = False,
     ) -> Seq:
         """Describe a batch of tokens [B, T].
 
         mask: bool or integer [B, T], true on real tokens, with padding anywhere. cu_seqlens: [S + 1] rising offsets
-        into a batch of one row, from 0 to T. past: [S] tokens each sequence already has in the cache.
+        into a batch of one row, from 0 to T. past: [S] tokens each sequence already has in the cache, at most max_past,
+        and if level is true all of them max_past.
         """
         B, T = shape
         if mask is not None and cu_seqlens is not None:
             raise ValueError("mask and cu_seqlens: both are given; give one of them")
-        common = {"device": device, "past_S": past, "max_past": max_past}
+        common = {"device": device, "past_S": past, "max_past": max_past, "level": level}
         if mask is not None:
             if tuple(mask.shape) != (B, T):
                 raise ValueError(f"mask: shape {tuple(mask.shape)}; it must be that of the tokens, {(B, T)}")

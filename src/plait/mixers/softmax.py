@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.config import Softmax
-from plait.mixers.attention import attend, attend_masked, attend_naive
+from plait.mixers.attention import attend, attend_last, attend_masked, attend_naive, attend_step
 from plait.mixers.base import Mixer, State, constant, init_linear, linear
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
@@ -42,10 +44,13 @@ class KeyValues(State):
         self.k_SLGE[rows, position_BT] = k_BTGE.detach().to(self.k_SLGE.dtype)
         self.v_SLGE[rows, position_BT] = v_BTGE.detach().to(self.v_SLGE.dtype)
 
-    def slot_positions(self, count_S1: Tensor) -> Tensor:
-        """Position held by each slot of a ring after `count` tokens, [S, L]; below 0: none."""
-        slots = torch.arange(self.size, device=count_S1.device)
-        return count_S1 - 1 - (count_S1 - 1 - slots) % self.size
+    def append(self, k_BTGE: Tensor, v_BTGE: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Keep what follows the first `past` tokens of every row, in a ring one token; all keys and values held."""
+        first = past % self.size
+        self.k_SLGE[:, first : first + k_BTGE.shape[1]] = k_BTGE.detach()
+        self.v_SLGE[:, first : first + v_BTGE.shape[1]] = v_BTGE.detach()
+        held = min(past + k_BTGE.shape[1], self.size)
+        return self.k_SLGE[:, :held], self.v_SLGE[:, :held]
 
     def history(self, count_S1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The ring unrolled: keys, values and positions of the last L tokens in order of time."""
@@ -53,6 +58,12 @@ class KeyValues(State):
         rows = torch.arange(len(count_S1), device=count_S1.device)[:, None]
         slots = position_SL % self.size
         return self.k_SLGE[rows, slots], self.v_SLGE[rows, slots], position_SL
+
+    def resized(self, max_length: int) -> Self:
+        """The size of a ring changes only while it is less than its window. It has not wrapped then, and every position
+        lies in the slot of its number, in the larger ring too."""
+        more = min(max_length, self.window_size or max_length) - self.size
+        return self.map(lambda buffer: F.pad(buffer, (0, 0, 0, 0, 0, more)) if more else buffer.clone())
 
     def why_not_crop(self, length: int, longest: int) -> str | None:
         if self.window_size is None or longest <= self.size:
@@ -147,8 +158,8 @@ class SoftmaxAttention(Mixer):
         if first or state is None:
             return attend(q, k, v, seq, window_size=self.config.window_size, sink=sink)
         if seq.dense:
-            return self._cached(q, k, v, state, seq.position_BT, seq.max_past, sink)
-        return self._each(q, k, v, state, seq, lambda *row: self._cached(*row, seq.max_past, sink))
+            return self._cached(q, k, v, state, seq.position_BT, seq, sink)
+        return self._each(q, k, v, state, seq, lambda *row: self._cached(*row, seq, sink))
 
     def _qkv(self, x_BTD: Tensor, seq: Seq) -> tuple[Tensor, Tensor, Tensor]:
         config, E = self.config, self.config.head_dim
@@ -180,24 +191,24 @@ class SoftmaxAttention(Mixer):
         for s, (k_1, v_1, position_1) in enumerate(zip(*(seq.split(x) for x in (k, v, seq.position_BT)), strict=True)):
             state.row(s).write(k_1, v_1, position_1)
 
-    def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, max_past: int, sink: Tensor | None) -> Tensor:
-        """Dense rows that may be at different lengths: attend to what the cache holds and to the new tokens."""
+    def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, seq: Seq, sink: Tensor | None) -> Tensor:
+        """Rows of equally many tokens, after any number of others: attend to what the cache holds and to the new."""
         window, T = self.config.window_size, q.shape[1]
-        if window is None:
+        if seq.level and (T == 1 or window is None):
+            return attend_last(q, *state.append(k, v, seq.max_past), sink)
+        if window is not None and T > 1:
+            past = state.history(position_BT[:, :1])
+            o = attend(q, k, v, None, window_size=window, sink=sink, past=past, position_BT=position_BT)
             state.write(k, v, position_BT)
-            bound = state.size if T == 1 else max_past + T  # a single step must not depend on a changing number
-            slots = torch.arange(bound, device=q.device)
-            return attend_masked(
-                q, state.k_SLGE[:, :bound], state.v_SLGE[:, :bound], position_BT, slots[None], None, sink
-            )
-        if T == 1:
-            state.write(k, v, position_BT)
-            positions = state.slot_positions(position_BT + 1)
-            return attend_masked(q, state.k_SLGE, state.v_SLGE, position_BT, positions, window, sink)
-        past = state.history(position_BT[:, :1])
-        o = attend(q, k, v, None, window_size=window, sink=sink, past=past, position_BT=position_BT)
+            return o
         state.write(k, v, position_BT)
-        return o
+        k, v, held = state.k_SLGE, state.v_SLGE, min(seq.max_past + T, state.size)
+        if T > 1:
+            slots_1L = torch.arange(held, device=q.device)[None]
+            return attend_masked(q, k[:, :held], v[:, :held], position_BT, slots_1L, None, sink)
+        once = seq.once if seq.dense else lambda key, make: make()  # a row of a ragged batch is on its own
+        count_S1 = once(("held", state.size), lambda: (position_BT + 1).clamp(max=state.size))
+        return attend_step(q, k, v, count_S1, held, sink, once)
 
     def _naive(self, q, k, v, state: KeyValues | None, position_1T: Tensor) -> Tensor:
         """One sequence: every key, copied for each query head that reads it, and an explicit mask."""

@@ -38,7 +38,10 @@ class Mlp(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         up = self.up(x_BTD)
-        return self.down(self.act(up) if self.gate is None else self.act(self.gate(x_BTD)) * up)
+        if self.gate is None:
+            return self.down(self.act(up))
+        gate = self.act(self.gate(x_BTD))
+        return self.down(gate * up if torch.is_grad_enabled() else gate.mul_(up))  # fresh memory costs a CPU more
 
 
 class Block(nn.Module):
@@ -74,10 +77,10 @@ class Block(nn.Module):
             z = self.taps["mlp_out"](self.mlp(n), seq)
             return self.taps["out"](x + layer.mixer_multiplier * y + layer.mlp_multiplier * z, seq)
         y, _ = self.mixer(self._before(self.norm1, x), state, seq)
-        x = x + layer.mixer_multiplier * self._after(self.norm1, self.post_norm1, y)
+        x = torch.add(x, self._after(self.norm1, self.post_norm1, y), alpha=layer.mixer_multiplier)
         if self.mlp is not None:
             z = self.taps["mlp_out"](self.mlp(self._before(self.norm2, x)), seq)
-            x = x + layer.mlp_multiplier * self._after(self.norm2, self.post_norm2, z)
+            x = torch.add(x, self._after(self.norm2, self.post_norm2, z), alpha=layer.mlp_multiplier)
         return self.taps["out"](x, seq)
 
     def _before(self, norm: nn.Module, x: Tensor) -> Tensor:

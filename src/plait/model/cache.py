@@ -10,13 +10,10 @@ import copy
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait.mixers.base import State
-from plait.mixers.compose import States
 from plait.mixers.seq import Seq
-from plait.mixers.softmax import KeyValues
 
 
 class Cache:
@@ -77,7 +74,7 @@ class Cache:
         """A copy with room for max_length tokens a row, which may not be less than there are."""
         if max_length < max(1, *self.lengths):
             raise ValueError(f"cache: max_length = {max_length}; a sequence has {max(self.lengths)} tokens")
-        new = self._with([_resized(state, max_length) for state in self.states])
+        new = self._with([state.resized(max_length) for state in self.states])
         new.max_length = max_length
         new.lengths_S = self.lengths_S.clone()
         return new
@@ -138,14 +135,3 @@ class Cache:
         new = copy.copy(self)
         new.states = states
         return new
-
-
-def _resized(state: State, max_length: int) -> State:
-    """A copy of a state with other numbers of slots. The size of a ring changes only while it is less than its window;
-    it has not wrapped then, and every position lies in the slot of its number, in the new one too."""
-    if isinstance(state, States):
-        return States([_resized(part, max_length) for part in state.parts])
-    if not isinstance(state, KeyValues):
-        return state.map(torch.Tensor.clone)
-    more = min(max_length, state.window_size or max_length) - state.size
-    return state.map(lambda buffer: F.pad(buffer, (0, 0, 0, 0, 0, more)) if more else buffer.clone())

@@ -158,8 +158,7 @@ class LM(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of hidden states [..., D] -> [..., V]; take the positions you need first."""
-        weight = self.embed.weight if self.lm_head is None else self.lm_head.weight
-        logits = F.linear(x, weight)
+        logits = F.linear(x, self.embed.weight) if self.lm_head is None else self.lm_head(x)
         return logits if self.spec.logit_multiplier == 1 else logits * self.spec.logit_multiplier
 
     def new_cache(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> Cache:
