@@ -290,7 +290,8 @@ BENCHMARKS = ("mixers", "decode")
 def bench(arguments: Sequence[str]) -> None:
     """Measure speed side by side with other implementations."""
     if arguments and arguments[0] == "decode":
-        return _bench_decode(arguments[1:])
+        _bench_decode(arguments[1:])
+        return
     parser = _parser(
         "bench",
         "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers. decode: prompts and"
@@ -363,7 +364,7 @@ def _bench_decode(arguments: Sequence[str]) -> None:
         dtype=_dtype(args.dtype, device),
         contexts=args.contexts,
         batches=args.batches,
-        modes=args.modes,
+        modes=args.modes or ("auto",),
         steps=args.steps,
         repeats=args.repeats,
         minutes=args.minutes,
@@ -401,9 +402,55 @@ def export(arguments: Sequence[str]) -> None:
     print(f"{args.out}: {model.num_params:,} parameters as {args.to}")
 
 
+def evaluate(arguments: Sequence[str]) -> None:
+    """Score models on tasks."""
+    from plait.evals.suites import SUITES, Subject, show_outcomes, write_outcome
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--suite", nargs="?", default="lm-eval")
+    name = first.parse_known_args(arguments)[0].suite
+    if name not in SUITES:
+        raise ValueError(f"suite = {name!r}; {suggest(name or '', SUITES)}")
+    parser = _parser(
+        "eval",
+        "A table of scores with their standard errors; with --out, also records and a row for every sample.",
+        "plait eval runs/small --suite lm-eval --tasks arc_easy --group 003/CSR-7 --out scores",
+        "MODEL [MODEL ...]",
+    )
+    parser.add_argument("models", type=str, nargs="+", metavar="MODEL", help="a run, RUN@STEP, a model, or OWNER/NAME")
+    parser.add_argument("--suite", type=str, default="lm-eval", help=f"{', '.join(SUITES)}; its options are below")
+    _add_options(parser, SUITES[name])
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
+    parser.add_argument("--dtype", type=str, default="auto", help="auto: bfloat16 on a GPU, else float32")
+    parser.add_argument("--backend", type=str, default="torch", help="torch, fla, naive, or auto")
+    parser.add_argument("--out", type=str | None, help="folder; adds to its records.jsonl and samples.jsonl")
+    parser.add_argument("--json", action="store_true", help="print the records as JSON instead")
+    args = parser.parse_args(arguments)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in _gather(SUITES[name], args).items()}
+    suite = SUITES[name](**options)
+
+    from plait.runs import find_model
+
+    device = _device(args.device)
+    dtype = _dtype(args.dtype, device)
+    subjects = [
+        Subject(name=m, path=find_model(m), device=device, dtype=dtype, backend=args.backend) for m in args.models
+    ]
+    outcomes = []
+    for outcome in suite.run(subjects):
+        outcomes.append(outcome)
+        if args.out:
+            write_outcome(outcome, Path(args.out))
+    if args.json:
+        print(json.dumps([dataclasses.asdict(row) for outcome in outcomes for row in outcome.records], indent=1))
+    else:
+        show_outcomes(outcomes)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "describe": describe,
     "train": train,
+    "eval": evaluate,
     "probe": probe,
     "generate": generate,
     "report": report,

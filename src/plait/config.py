@@ -71,12 +71,12 @@ class RopeScaling:
         kind, *values = text.split(":")
         names = RopeScaling.FIELDS.get(kind, ())
         try:
-            numbers = {name: (int if name == "original_length" else float)(value) for name, value in zip(names, values)}
+            pairs = list(zip(names[: len(values)], values, strict=True))
+            numbers = {name: (int if name == "original_length" else float)(value) for name, value in pairs}
         except ValueError:
             numbers = {}
-        if not names or not 0 < len(values) <= len(names) or len(numbers) < len(values):
-            forms = ", ".join(f"{kind}:{':'.join(names).upper()}" for kind, names in RopeScaling.FIELDS.items())
-            raise ValueError(f"one of {forms}; fields from the right may be left out")
+        if not numbers:
+            raise ValueError("linear:FACTOR, yarn:FACTOR:LENGTH or llama3:FACTOR:LENGTH, as llama3:8:8192")
         return RopeScaling(kind=kind, **numbers)  # pyright: ignore[reportArgumentType]
 
     def __str__(self) -> str:

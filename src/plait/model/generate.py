@@ -1,26 +1,72 @@
-"""Prefill in pieces and greedy generation through the cache.
+"""Prefill in pieces, and generation through the cache: greedy or sampled, as a whole or token by token.
 
 Shapes: B rows, T tokens, D = d_model, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from plait.mixers.seq import Seq
 from plait.model.cache import Cache
+from plait.model.decode import Decoder, Mode
 from plait.model.lm import LM
 
-CHUNK = 2048
+PIECE = {"cpu": (2048, 1 << 29), "cuda": (32768, 1 << 32)}
+"""of a prompt: most tokens a row, and about how many bytes its activations may take in one layer"""
+MIN_PIECE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen: the likeliest at temperature 0, else drawn from softmax(logits / temperature) of the top_k
+    likeliest, of which those that make up a share top_p."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature = {self.temperature}; it must be 0 (greedy) or above")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k = {self.top_k}; it must be at least 1, or none")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}; it must be above 0 and at most 1, or none")
+
+    def pick(self, logits_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """token_B of the logits after each row's last token; nothing waits for the device."""
+        if self.temperature == 0:
+            return logits_BV.argmax(-1)
+        logits = logits_BV.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least_B1 = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least_B1, -math.inf)
+        if self.top_p is not None and self.top_p < 1:
+            sorted_BV, order_BV = logits.sort(descending=True)
+            share_BV = sorted_BV.softmax(-1)
+            spare_BV = share_BV.cumsum(-1) - share_BV >= self.top_p  # what comes before is enough
+            logits = logits.masked_fill(torch.zeros_like(spare_BV).scatter(1, order_BV, spare_BV), -math.inf)
+        # Of independent exponentials at these rates the first to arrive is drawn by its share.
+        arrival_BV = torch.empty_like(logits).exponential_(generator=generator)
+        return (logits - arrival_BV.log()).argmax(-1)
 
 
 @torch.no_grad()
-def prefill(model: LM, tokens_BT: Tensor, cache: Cache, *, mask: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
-    """Feed a prompt in pieces of `chunk` tokens; logits [B, V] after each row's last real token."""
-    if chunk < 1:
+def prefill(
+    model: LM, tokens_BT: Tensor, cache: Cache, *, mask: Tensor | None = None, chunk: int | None = None
+) -> Tensor:
+    """Feed a prompt in pieces of `chunk` tokens (None: what suits device and sizes); logits [B, V] after each row's
+    last real token. Memory beyond the cache does not grow with the prompt."""
+    if chunk is not None and chunk < 1:
         raise ValueError(f"chunk = {chunk}; it must be at least 1")
     cache.check_room(_prompt_lengths(tokens_BT, mask))  # before the first piece changes it
+    chunk = chunk or _piece(model, tokens_BT)
     last_BD = None
     for start in range(0, tokens_BT.shape[1], chunk):
         piece = slice(start, start + chunk)
@@ -37,6 +83,13 @@ def prefill(model: LM, tokens_BT: Tensor, cache: Cache, *, mask: Tensor | None =
     return model.logits(last_BD)
 
 
+def _piece(model: LM, tokens_BT: Tensor) -> int:
+    spec = model.spec
+    most, room = PIECE.get(tokens_BT.device.type, PIECE["cpu"])
+    width = 8 * spec.d_model + 4 * max(layer.d_ff for layer in spec.layers)
+    return min(most, max(MIN_PIECE, room // (len(tokens_BT) * width * model.embed.weight.element_size())))
+
+
 def _prompt_lengths(tokens_BT: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     """Real tokens of every row, once prompt and mask are known to be of use."""
     if tokens_BT.ndim != 2 or 0 in tokens_BT.shape:
@@ -45,34 +98,110 @@ def _prompt_lengths(tokens_BT: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     return Seq.build((B, T), tokens_BT.device, mask=mask).lengths
 
 
-@torch.no_grad()
+def check_context(model: LM, prompt: int, new: int) -> None:
+    """Raises ValueError where the prompt and the new tokens are more than the context that the model is known for."""
+    known = model.spec.context_length
+    if known is not None and prompt + new > known:
+        raise ValueError(
+            f"tokens: {prompt} of the prompt and {new} new ones are more than the model's context_length = {known};"
+            " shorten them, or go beyond it with beyond=True (--beyond)"
+        )
+
+
+def stream(
+    model: LM,
+    tokens_BT: Tensor,
+    *,
+    max_new_tokens: int,
+    mask: Tensor | None = None,
+    stop_tokens: Collection[int] = (),
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | torch.Generator | None = None,
+    chunk: int | None = None,
+    beyond: bool = False,
+    cache: Cache | None = None,
+    mode: Mode = "auto",
+) -> Iterator[Tensor]:
+    """The tokens of `generate` as they come: token_B of every row, up to max_new_tokens times.
+
+    cache: an empty one with room for prompt and new tokens, or one whose sequences the prompt continues; None: a new
+    one. The last token is not fed to it. Errors are raised before the first token is asked for.
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}; it must be at least 1")
+    lengths = _prompt_lengths(tokens_BT, mask)
+    if 0 in lengths:
+        raise ValueError("mask: a row has no real token; every prompt needs at least one")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk = {chunk}; it must be at least 1")
+    if cache is None:
+        cache = model.new_cache(len(tokens_BT), max(lengths) + max_new_tokens)
+    cache.check_room(tuple(n + max_new_tokens - 1 for n in lengths))
+    if not beyond:
+        check_context(model, max(map(sum, zip(cache.lengths, lengths, strict=True))), max_new_tokens)
+    decoder = Decoder(model, cache, mode=mode)
+    generator = seed if isinstance(seed, torch.Generator) else None
+    if isinstance(seed, int):
+        generator = torch.Generator(tokens_BT.device).manual_seed(seed)
+
+    def steps() -> Iterator[Tensor]:
+        logits_BV = prefill(model, tokens_BT, cache, mask=mask, chunk=chunk)
+        stops = torch.tensor(sorted(stop_tokens), dtype=torch.long, device=tokens_BT.device)
+        ended_B, token_B = torch.zeros(len(tokens_BT), dtype=torch.bool, device=tokens_BT.device), None
+        for step in range(max_new_tokens):
+            new_B = sampling.pick(logits_BV, generator)
+            token_B = new_B if token_B is None else torch.where(ended_B, token_B, new_B)
+            yield token_B
+            if len(stops):
+                ended_B = torch.isin(token_B, stops)
+                if bool(ended_B.all()):
+                    return
+            if step + 1 < max_new_tokens:
+                logits_BV = decoder(token_B)
+
+    return steps()
+
+
 def generate(
     model: LM,
     tokens_BT: Tensor,
     *,
     max_new_tokens: int,
     mask: Tensor | None = None,
-    stop_token: int | None = None,
-    chunk: int = CHUNK,
+    stop_tokens: Collection[int] = (),
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | torch.Generator | None = None,
+    chunk: int | None = None,
+    beyond: bool = False,
+    mode: Mode = "auto",
 ) -> Tensor:
-    """Greedy continuation of every row, [B, up to max_new_tokens]; after a row's stop_token, more of it.
+    """Continuation of every row, [B, up to max_new_tokens]; after the stop token that ended a row, more of it.
 
-    mask: true on real tokens, as for LM.hidden; padding (on the left, usually) is no part of a prompt.
+    mask: true on real tokens, as for LM.hidden; padding (on the left, usually) is no part of a prompt. temperature 0:
+    greedy; top_k, top_p: Sampling. seed: a number or a generator on the model's device. chunk: tokens of a piece of
+    the prompt. beyond: allow more tokens than the spec's context_length. mode: Decoder's.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens = {max_new_tokens}; it must be at least 1")
-    if 0 in _prompt_lengths(tokens_BT, mask):
-        raise ValueError("mask: a row has no real token; every prompt needs at least one")
-    cache = model.new_cache(len(tokens_BT), tokens_BT.shape[1] + max_new_tokens)
-    logits_BV = prefill(model, tokens_BT, cache, mask=mask, chunk=chunk)
-    new: list[Tensor] = []
-    ended_B = torch.zeros(len(tokens_BT), dtype=torch.bool, device=tokens_BT.device)
-    while True:
-        token_B = logits_BV.argmax(-1)
-        if stop_token is not None:
-            token_B = torch.where(ended_B, stop_token, token_B)
-            ended_B |= token_B == stop_token
-        new.append(token_B)
-        if len(new) == max_new_tokens or (stop_token is not None and bool(ended_B.all())):
-            return torch.stack(new, 1)
-        logits_BV = model(token_B[:, None], cache=cache)[:, 0]
+    return torch.stack(
+        list(
+            stream(
+                model,
+                tokens_BT,
+                max_new_tokens=max_new_tokens,
+                mask=mask,
+                stop_tokens=stop_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                chunk=chunk,
+                beyond=beyond,
+                mode=mode,
+            )
+        ),
+        1,
+    )
