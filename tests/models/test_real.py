@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,24 @@ def test_a_number_in_noise(real: tuple[str, Any, nn.Module, LM], length: int):
         lines.pop()
     assert ids.shape[1] > 0.9 * length
     assert number in tokenizer.decode(generate(ours, ids, max_new_tokens=16)[0])
+
+
+LONG = """
+import resource, sys, torch
+from plait import load
+from plait.model.generate import prefill
+model = load(sys.argv[1])
+tokens = torch.randint(0, model.spec.vocab_size, (1, 65536), generator=torch.Generator().manual_seed(0))
+logits = prefill(model, tokens, model.new_cache(1, 65536))
+assert logits.isfinite().all()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_prompt_of_64k_tokens_takes_less_than_6_gib(tmp_path: Path):
+    """On two CPU cores; 20 minutes or more."""
+    gguf_of("smollm2", tmp_path)
+    done = subprocess.run([sys.executable, "-c", LONG, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) * 1024 < 6 * 2**30, done.stdout
