@@ -15,7 +15,9 @@ import transformers
 from torch import nn
 
 from plait import generate, load
+from plait.model.foreign import export_model
 from plait.model.lm import LM
+from plait.model.tokens import load_tokenizer
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(1800)]
 
@@ -51,9 +53,17 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @torch.no_grad()
 def test_a_gguf_file_is_a_model_too(tmp_path: Path):
-    gguf_of("smollm2", tmp_path)
-    model = load(tmp_path)
+    (tmp_path / "gguf").mkdir()
+    gguf_of("smollm2", tmp_path / "gguf")
+    model = load(tmp_path / "gguf")
     assert (model.num_params, model.spec.layout, model.spec.context_length) == (134_515_008, "full", 8192)
+    export_model(model, tmp_path / "llama", "llama", assets=tmp_path / "gguf")
+    ids = [transformers.AutoTokenizer.from_pretrained(tmp_path / "llama").encode("hybrid"), None]
+    ids[1] = load_tokenizer(tmp_path / "gguf", model.spec.vocab_size).encode("hybrid")
+    assert ids[0] == ids[1]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    assert theirs.config.eos_token_id == 2
+    assert torch.equal(theirs.state_dict()["model.norm.weight"], model.state_dict()["norm.weight"])
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def read_config(path: Path) -> Any:
 
 def read_spec(path: Path) -> Spec:
     """The Spec of a checkpoint directory, from its config alone."""
-    config = _gguf_config(path) if _gguf_file(path) else read_config(path)
+    config = _gguf_config(path) if gguf_file(path) else read_config(path)
     try:
         return families.read(config)
     except ValueError as error:
@@ -73,7 +73,7 @@ def read_spec(path: Path) -> Spec:
 
 def import_model(path: Path, *, backend: Backend, device: torch.device | str, dtype: torch.dtype | None) -> LM:
     """One LM of a checkpoint directory; dtype None keeps that of the file."""
-    gguf = _gguf_file(path)
+    gguf = gguf_file(path)
     if gguf is not None:
         config, tensors = _read_gguf(path, gguf)
     else:
@@ -135,7 +135,7 @@ def _text_tensors(path: Path) -> dict[str, Tensor]:
     return text
 
 
-def _gguf_file(path: Path) -> str | None:
+def gguf_file(path: Path) -> str | None:
     """Its GGUF file, if a directory has one and no safetensors."""
     found = sorted(path.glob("*.gguf"))
     if not found or any(path.glob("*.safetensors")):
@@ -148,7 +148,7 @@ def _gguf_file(path: Path) -> str | None:
 def _gguf_config(path: Path) -> Any:
     from transformers import AutoConfig
 
-    file = _gguf_file(path)
+    file = gguf_file(path)
     try:
         return AutoConfig.from_pretrained(path, gguf_file=file)
     except Exception as error:
@@ -167,8 +167,21 @@ def _read_gguf(path: Path, file: str) -> tuple[Any, dict[str, Tensor]]:
     return model.config, dict(model.state_dict())
 
 
+def _token_settings(path: Path) -> dict[str, Any]:
+    if gguf_file(path):
+        found = _gguf_config(path).to_dict()
+    else:
+        found = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    return {key: found[key] for key in TOKENS if key in found}
+
+
 def copy_assets(source: Path, directory: Path) -> None:
     """Tokenizer files and the like of a checkpoint into a directory that exists."""
+    gguf = gguf_file(source)
+    if gguf is not None:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(directory)
     for name in ASSETS:
         if (source / name).is_file():
             (directory / name).write_bytes((source / name).read_bytes())
@@ -183,9 +196,8 @@ def export_model(model: LM, path: str | Path, to: str, *, assets: str | Path | N
     config = families.write(model.spec, to)
     ours = model.state_dict()
     config.dtype = ours["embed.weight"].dtype
-    if assets is not None and (Path(assets) / "config.json").exists():
-        source = read_json(Path(assets) / "config.json")
-        config.update({key: source[key] for key in TOKENS if key in source})
+    if assets is not None:
+        config.update(_token_settings(Path(assets)))
     tensors = _store(families.moves(to, model.spec, ours), ours)
     with new_directory(Path(path)) as directory:
         config.save_pretrained(directory)

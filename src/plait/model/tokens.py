@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from plait.data.text import SEPARATOR
 from plait.files import read_json
+from plait.model.foreign import gguf_file
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 BYTES = 256
@@ -68,7 +69,8 @@ class Pretrained:
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a model's directory, never from remote code; ValueError in a line if there is none."""
-    if not any((path / name).exists() for name in FILES):
+    gguf = gguf_file(path)
+    if gguf is None and not any((path / name).exists() for name in FILES):
         if vocab_size == BYTES:
             return Bytes()
         raise ValueError(
@@ -76,12 +78,18 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
             f" this one's vocab_size = {vocab_size}"
         )
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    options = {"gguf_file": gguf} if gguf else {}
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of a config.json that is plait's
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True, **options)
     except Exception as error:  # of many kinds
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"{path}: its tokenizer cannot be read ({first})") from None
+    finally:
+        logging.set_verbosity(verbosity)
     stops = {tokenizer.eos_token_id} | _stop_tokens(path)
     return Pretrained(tokenizer, frozenset(token for token in stops if token is not None), path)
 
