@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "plait"
 RECIPES = ROOT / "recipes"
 
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("files", "terminal"),
+    ("files", "flags", "terminal"),
     ("records",),
     ("fields",),
     ("config",),
@@ -44,6 +44,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
 
 NO_TORCH = (
     "files",
+    "flags",
     "terminal",
     "records",
     "config",

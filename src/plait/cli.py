@@ -6,105 +6,22 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
-
-from jsonargparse import ArgumentParser, Namespace
+from typing import Any
 
 from plait.config import suggest
+from plait.flags import BAD_USAGE, add_options, gather, make_parser, several
 from plait.train.config import TrainConfig
 from plait.train.settings import DataOptions, ModelOptions, RunSettings
 
-OK, FAILED, BAD_USAGE = 0, 1, 2
-
-
-class Parser(ArgumentParser):
-    """Errors are one line, what is wrong and where help is; a flag's help tells its default."""
-
-    def add_argument(self, *names: str, **options: Any) -> Any:
-        default, about = options.get("default"), options.get("help") or ""
-        if names[0].startswith("--") and "default" in options and "default:" not in about and default not in (None, ()):
-            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-            options["help"] = f"{about} (default: {shown})"
-        return super().add_argument(*names, **options)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        words = " ".join(str(message).split())
-        words = re.sub(r"^Parser key \"?(\S+?)\"?: ", lambda m: f"--{m[1].replace('_', '-')}: ", words)
-        several = r"Does not validate against any of the Union.*?Expected an? <class '(\w+)'>.*Given value: (.*)"
-        words = re.sub(several, r"it must be \1; got \2", words)  # a number, or nothing
-        words = re.sub(r"Expected an? <class '(\w+)'>\.", r"it must be \1;", words)
-        words = re.sub(r"Expected a typing\.Literal\[(.*?)\]\.", r"it must be one of \1;", words)
-        words = words.replace("Got value:", "got").rstrip(".")
-        print(f"{self.prog}: {words} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(BAD_USAGE)
-
-
-def _parser(command: str, about: str, example: str, needed: str = "") -> Parser:
-    """needed: what the usage line shows before [options]."""
-    usage = " ".join(["plait", command, *needed.split(), "[options]"])
-    return Parser(
-        prog=f"plait {command}",
-        usage=usage,
-        description=about,
-        epilog=f"example: {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def _add_options(parser: Parser, cls: type, skip: Sequence[str] = (), **shown: Any) -> None:
-    """A flag for every field of an options class; help comes from its docstring. `shown` are defaults to tell where
-    the flag itself, not given, stays None."""
-    about = dict(re.findall(r"^\s+(\w+): (.+)$", (cls.__doc__ or "").split("Args:")[-1], re.MULTILINE))
-    hints = get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        if f.name in skip:
-            continue
-        kind: Any = hints[f.name]
-        options: dict[str, Any] = {"help": about.get(f.name), "default": f.default}
-        if f.name in shown:
-            options["help"] += f" (default: {shown[f.name]})"
-        if "tuple[" in str(kind):
-            options |= {"type": _several(str if "str" in str(kind) else int if "int" in str(kind) else float)}
-        elif "Path" in str(kind):
-            options |= {"type": str}
-        else:
-            options |= {"type": kind}
-        parser.add_argument(f"--{f.name.replace('_', '-')}", **options)
-
-
-def _several(kind: type) -> Callable[[Any], Any]:
-    """A flag's type: values with commas between, or a list in a config file."""
-
-    def several(value: Any) -> Any:
-        if value is None or isinstance(value, tuple):
-            return value
-        parts = value.split(",") if isinstance(value, str) else value
-        try:
-            return tuple(kind(part) for part in parts)
-        except (TypeError, ValueError):
-            raise ValueError(f"{value!r}; it must be numbers with commas between, as 16,192") from None
-
-    return several
-
-
-def _gather(cls: type, values: Namespace) -> dict[str, Any]:
-    """The fields of an options class out of parsed flags."""
-    return {
-        f.name: list(value) if isinstance(value, tuple) else value
-        for f in dataclasses.fields(cls)
-        if hasattr(values, f.name)
-        for value in [getattr(values, f.name)]
-    }
+OK, FAILED = 0, 1
 
 
 def describe(arguments: Sequence[str]) -> None:
     """What a layout costs, before anything is built."""
-    parser = _parser(
+    parser = make_parser(
         "describe",
         "Parameters, FLOPs per token and cache bytes of a layout, layer by layer, beside full attention.",
         "plait describe '3*gdn nope' --d-model 1024 --num-layers 24 --num-heads 8 --context 131072",
@@ -120,7 +37,7 @@ def describe(arguments: Sequence[str]) -> None:
     parser.add_argument("--preset", type=str, help="a published model by name instead, as 001/776M/GDN-NoPE-HH")
     parser.add_argument("--list-presets", action="store_true", help="print the names of presets")
     sizes: dict[str, Any] = {"d_model": 512, "num_layers": 8, "num_heads": 8}
-    _add_options(parser, ModelOptions, ("layout", "preset"), **ModelOptions.SIZES | sizes)
+    add_options(parser, ModelOptions, ("layout", "preset"), **ModelOptions.SIZES | sizes)
     parser.add_argument("--vocab-size", type=int | None, help="entries of the vocabulary (default: 32000)")
     parser.add_argument("--context", type=int, default=32_768, help="tokens T of a sequence")
     parser.add_argument("--dtype-bytes", type=int, default=2, help="bytes of a cached number (recurrent states: 4)")
@@ -133,7 +50,7 @@ def describe(arguments: Sequence[str]) -> None:
     if args.list_presets:
         print(json.dumps(preset_names(), indent=1)) if args.json else presets_table()
         return
-    given = {name: value for name, value in _gather(ModelOptions, args).items() if value is not None}
+    given = {name: value for name, value in gather(ModelOptions, args).items() if value is not None}
     spec = read_spec(args.layout) if args.layout and args.preset is None else None
     if spec is None and args.preset is None:
         spec = ModelOptions(**sizes | given).spec(32_000 if args.vocab_size is None else args.vocab_size)
@@ -147,7 +64,7 @@ def describe(arguments: Sequence[str]) -> None:
 
 def train(arguments: Sequence[str]) -> None:
     """Train a hybrid on a synthetic task or on text."""
-    parser = _parser(
+    parser = make_parser(
         "train",
         "Train a hybrid in runs/NAME. The same command goes on where an interrupted run stopped.",
         "plait train --name first --layout 'gdn nope' --task spaced-retrieval --gaps 16,192 --steps 300",
@@ -156,9 +73,9 @@ def train(arguments: Sequence[str]) -> None:
     parser.add_argument("--config", action="config", help="config.json of a run, or any file of these options")
     parser.add_argument("--name", type=str, required=True, help="the run's name")
     parser.add_argument("--runs", type=str, default="runs", help="folder of runs")
-    _add_options(parser, ModelOptions, **ModelOptions.SIZES)
+    add_options(parser, ModelOptions, **ModelOptions.SIZES)
     for options in (DataOptions, TrainConfig):
-        _add_options(parser, options)
+        add_options(parser, options)
     parser.add_argument(
         "--branch", type=str | None, help="go on from RUN@STEP or a checkpoint: its optimizer, its data"
     )
@@ -166,7 +83,7 @@ def train(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print the last measurements as JSON")
     args = parser.parse_args(arguments)
 
-    flat = {key: value for cls in (ModelOptions, DataOptions, TrainConfig) for key, value in _gather(cls, args).items()}
+    flat = {key: value for cls in (ModelOptions, DataOptions, TrainConfig) for key, value in gather(cls, args).items()}
     settings = RunSettings.from_json({**flat, "branch": args.branch}, "options")
     from plait.runs import last_measurements, train_run
 
@@ -181,7 +98,7 @@ def train(arguments: Sequence[str]) -> None:
 
 def probe(arguments: Sequence[str]) -> None:
     """Measure what the layers of a trained model do."""
-    parser = _parser(
+    parser = make_parser(
         "probe",
         "Measure the layers of a checkpoint. retrieval-score: 003's layer retrieval score, in logits.",
         "plait probe runs/first retrieval-score --gap 64 --json",
@@ -191,7 +108,7 @@ def probe(arguments: Sequence[str]) -> None:
         "model", type=str, metavar="MODEL", help="RUN (its last checkpoint), RUN@STEP, or a checkpoint's directory"
     )
     parser.add_argument("what", type=str, help="retrieval-score")
-    parser.add_argument("--gap", type=_several(int), default=(64,), help="gaps to measure at, as 16,192")
+    parser.add_argument("--gap", type=several(int), default=(64,), help="gaps to measure at, as 16,192")
     parser.add_argument("--pairs", type=int, default=2_000, help="held-out prompt pairs")
     parser.add_argument("--seed", type=int | None, help="of the keys (default: the run's own)")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
@@ -211,7 +128,7 @@ def probe(arguments: Sequence[str]) -> None:
 
 def report(arguments: Sequence[str]) -> None:
     """Make one offline HTML page of one or more runs."""
-    parser = _parser(
+    parser = make_parser(
         "report",
         "One self-contained page: layouts, losses, layer scores, costs, provenance.",
         "plait report runs/vanilla runs/frozen -o report.html",
@@ -229,7 +146,7 @@ def report(arguments: Sequence[str]) -> None:
 
 def generate(arguments: Sequence[str]) -> None:
     """Continue a text."""
-    parser = _parser(
+    parser = make_parser(
         "generate",
         "Print the continuation of a prompt as it comes, and last, on standard error, how fast that was.",
         "plait generate runs/small --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95",
@@ -292,7 +209,7 @@ def bench(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] == "decode":
         _bench_decode(arguments[1:])
         return
-    parser = _parser(
+    parser = make_parser(
         "bench",
         "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers. decode: prompts and"
         " single tokens of whole models; its options: plait bench decode --help.",
@@ -301,16 +218,16 @@ def bench(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("what", type=str, help="mixers, decode")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
-    parser.add_argument("--lengths", type=_several(int), help="tokens T (default: those of the project's own bars)")
+    parser.add_argument("--lengths", type=several(int), help="tokens T (default: those of the project's own bars)")
     parser.add_argument(
         "--case",
         "--cases",
-        type=_several(str),
+        type=several(str),
         help="roofline, gdn, kda, gla, mamba2, lightning, head-wise, fla-layer, decode, window or gdn-start, or several"
         " (default: all)",
     )
     parser.add_argument("--repeats", type=int, default=9, help="measurements each median is of, fewer if slow")
-    parser.add_argument("--without", type=_several(str), help="leave out competitors: words of names, as compiled,fla")
+    parser.add_argument("--without", type=several(str), help="leave out competitors: words of names, as compiled,fla")
     parser.add_argument("--minutes", type=float | None, help="begin nothing after this time")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
@@ -331,22 +248,22 @@ def bench(arguments: Sequence[str]) -> None:
 
 
 def _bench_decode(arguments: Sequence[str]) -> None:
-    parser = _parser(
+    parser = make_parser(
         "bench decode",
         "Whole models, plait's and transformers' with the same weights: the prompt, then single tokens after it.",
         "plait bench decode --model runs/small-llama --contexts 2048 --batches 1,8",
     )
     parser.add_argument(
         "--model",
-        type=_several(str),
+        type=several(str),
         help="checkpoints of transformers, or shapes with random weights: smollm2-135m, qwen3-1.7b, gdn-1b (default:"
         " smollm2-135m, and on CUDA all three)",
     )
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--dtype", type=str, default="auto", help="auto: bfloat16 on a GPU, else float32")
-    parser.add_argument("--contexts", type=_several(int), help="tokens of a prompt (default: 2048; CUDA: 4096,32768)")
-    parser.add_argument("--batches", type=_several(int), help="rows (default: 1; CUDA: 1,8)")
-    parser.add_argument("--modes", type=_several(str), help="of plait's step: plain, compile, graph (default: auto's)")
+    parser.add_argument("--contexts", type=several(int), help="tokens of a prompt (default: 2048; CUDA: 4096,32768)")
+    parser.add_argument("--batches", type=several(int), help="rows (default: 1; CUDA: 1,8)")
+    parser.add_argument("--modes", type=several(str), help="of plait's step: plain, compile, graph (default: auto's)")
     parser.add_argument("--steps", type=int, default=32, help="single tokens that a median is of")
     parser.add_argument("--repeats", type=int, default=3, help="prompts that a median is of")
     parser.add_argument("--minutes", type=float | None, help="begin nothing after this time")
@@ -376,7 +293,7 @@ def _bench_decode(arguments: Sequence[str]) -> None:
 
 def export(arguments: Sequence[str]) -> None:
     """Write a model as a checkpoint that transformers loads as one of its own."""
-    parser = _parser(
+    parser = make_parser(
         "export",
         "A model whose layers a stock architecture has, as a checkpoint of it; or any model in plait's own form.",
         "plait export runs/small --to qwen3 --out small-qwen3",
@@ -411,7 +328,7 @@ def evaluate(arguments: Sequence[str]) -> None:
     name = first.parse_known_args(arguments)[0].suite
     if name not in SUITES:
         raise ValueError(f"suite = {name!r}; {suggest(name or '', SUITES)}")
-    parser = _parser(
+    parser = make_parser(
         "eval",
         "A table of scores with their standard errors; with --out, also records and a row for every sample.",
         "plait eval runs/small --suite lm-eval --tasks arc_easy --group 003/CSR-7 --out scores",
@@ -419,14 +336,14 @@ def evaluate(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("models", type=str, nargs="+", metavar="MODEL", help="a run, RUN@STEP, a model, or OWNER/NAME")
     parser.add_argument("--suite", type=str, default="lm-eval", help=f"{', '.join(SUITES)}; its options are below")
-    _add_options(parser, SUITES[name])
+    add_options(parser, SUITES[name])
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--dtype", type=str, default="auto", help="auto: bfloat16 on a GPU, else float32")
     parser.add_argument("--backend", type=str, default="torch", help="torch, fla, naive, or auto")
     parser.add_argument("--out", type=str | None, help="folder; adds to its records.jsonl and samples.jsonl")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead")
     args = parser.parse_args(arguments)
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in _gather(SUITES[name], args).items()}
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in gather(SUITES[name], args).items()}
     suite = SUITES[name](**options)
 
     from plait.runs import find_model
