@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from plait.bench.rows import OURS, Row, device_name, dtype_name, judged, mb
 from plait.bench.timing import reason
 from plait.fields import suggest
+from plait.mixers import Backend
 from plait.model.decode import Decoder, Mode
 from plait.model.generate import prefill
 from plait.model.io import load
@@ -33,8 +34,8 @@ from plait.presets import preset
 from plait.spec import Spec
 
 PREFILL, STEP = "prefill", "one token"
-BARRED, BARS = "smollm2-135m", {PREFILL: 1.0, STEP: 1.2}
-"""on a CPU, against the faster of transformers' two ways"""
+BARS = {"cpu": ("smollm2-135m", {PREFILL: 1.0, STEP: 1.2}), "cuda": (None, {PREFILL: 1.0, STEP: 1.5})}
+"""of a device: the model they are for (None: each) and how many times as long transformers must take"""
 WARM_UP = 4
 """steps before those that count: a graph is captured in the third"""
 
@@ -143,7 +144,8 @@ def bench_decode(
                     continue
                 sides = [*(_Ours(ours, mode) for mode in modes), _Theirs(theirs), _Generate(theirs)]
                 _race(sides, _prompt(ours, batch, length), steps, repeats)
-                rows += _rows(sides, fields, BARS if name == BARRED and not cuda else {})
+                barred, bars = BARS["cuda" if cuda else "cpu"]
+                rows += _rows(sides, fields, bars if barred in (None, name) else {})
         del ours, theirs
     return rows
 
@@ -154,9 +156,10 @@ def _pair(name: str, device: torch.device, dtype: torch.dtype) -> tuple[LM, nn.M
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    backend: Backend = "auto" if device.type == "cuda" else "torch"
     if name not in SHAPES:
         theirs: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        return load(name, device=device, dtype=dtype), theirs.to(device).eval()
+        return load(name, backend=backend, device=device, dtype=dtype), theirs.to(device).eval()
     shape = SHAPES[name]
     torch.manual_seed(0)
     longest = 1 << 20  # of no weight; plait reads it as the context
@@ -164,10 +167,10 @@ def _pair(name: str, device: torch.device, dtype: torch.dtype) -> tuple[LM, nn.M
     with device:
         theirs = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if shape.spec is not None:
-        return LM(shape.spec(), device=device, dtype=dtype), theirs
+        return LM(shape.spec(), backend=backend, device=device, dtype=dtype), theirs
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        return load(folder, device=device, dtype=dtype), theirs
+        return load(folder, backend=backend, device=device, dtype=dtype), theirs
 
 
 class _Side:
