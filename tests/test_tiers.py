@@ -31,6 +31,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("mixers",),
     ("model",),
     ("scoring",),
+    ("windows",),
     ("hf", "train", "evals", "probes"),
     ("convert", "bench"),
     ("runs",),

@@ -25,6 +25,7 @@ from plait.train.checkpoint import checkpoints, claim, find_checkpoint
 from plait.train.config import Freeze, TrainConfig
 from plait.train.held_out import held_out
 from plait.train.loop import Interrupted, Measure, train
+from plait.windows import short_losses
 
 TASK = SpacedRetrieval(gaps=(2, 9), batch_size=6, eval_pairs=10)
 SPEC = Spec.from_layout("gdn nope", vocab_size=12, d_model=16, num_layers=2, num_heads=2, d_ff=24)
@@ -109,6 +110,57 @@ def test_a_killed_run_goes_on_exactly(baseline, tmp_path):
     run(path)
     assert final_bytes(path) == final_bytes(baseline)
     assert losses(path) == losses(baseline)
+
+
+OTHERS = {
+    "muon": {"optimizer": "muon", "weight_decay": 0.01},
+    "muon, constant": {"optimizer": "muon", "schedule": "constant"},
+    "wsd": {"schedule": "wsd", "decay": 3, "decay_shape": "cosine"},
+    "longce": {"objective": "longce", "longce_context": 4, "longce_stride": 3},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_schedules_and_objectives_go_on_exactly(baseline, tmp_path, name):
+    config = dataclasses.replace(CONFIG, **OTHERS[name])
+    run(tmp_path / "whole", config)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "stopped", config, task=StopAt(3))
+    run(tmp_path / "stopped", config)
+    assert final_bytes(tmp_path / "stopped") == final_bytes(tmp_path / "whole") != final_bytes(baseline)
+
+
+def test_longce_weighs_what_the_long_context_helps():
+    """The gap of 9 hides the key from windows of 4 tokens: the gradient is that of the weighted mean."""
+    model = LM(SPEC, seed=3).double()
+    groups = TASK.batch(0)
+    loop.backward(model, groups, dataclasses.replace(CONFIG, objective="longce", longce_context=4, longce_stride=3))
+    got = model.embed.weight.grad.clone()
+    model.zero_grad()
+    total = sum(int((group.targets_BT != IGNORE).sum()) for group in groups)
+    for group in groups:
+        scores = score_tokens(model, group.tokens_BT, group.targets_BT)
+        short_BT = short_losses(model, group.tokens_BT, group.targets_BT, K=4, d=3)
+        weight_N = (short_BT[group.targets_BT != IGNORE] - scores.loss_N.detach()).exp().clamp(max=5)
+        (weight_N * scores.loss_N / total).sum().backward()
+        assert not weight_N.isnan().any() and (weight_N != 1).any()
+    assert torch.allclose(got, model.embed.weight.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decay": 5}, "decay = 5; it must be above 0 with schedule = wsd"),
+        ({"schedule": "wsd"}, "decay = 0"),
+        ({"schedule": "wsd", "decay": 5, "steps": 6, "warmup": 2}, "schedule: decay = 5; it must be from 0 to the 4"),
+        ({"min_lr": 1.0}, "min_lr = 1.0; it must be at most lr"),
+        ({"muon_lr": 0.0}, "muon_lr = 0.0"),
+        ({"longce_stride": 0}, "longce_stride = 0"),
+    ],
+)
+def test_refused_settings(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**fields)
 
 
 @pytest.mark.slow
@@ -234,10 +286,8 @@ def test_gradients_of_gaps_are_weighted_by_count():
 
 def test_schedule_is_linear_warmup_then_cosine():
     config = TrainConfig(steps=110, lr=1.0, min_lr=0.1, warmup=10)
-    assert [config.lr_at(step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
-    assert config.lr_at(10) == pytest.approx(1.0)
-    assert config.lr_at(60) == pytest.approx(0.55)
-    assert config.lr_at(110) == pytest.approx(0.1)
+    assert [config.rates.at(step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert [config.rates.at(step) for step in (10, 60, 110)] == pytest.approx([1.0, 0.55, 0.1])
 
 
 def test_measurements_are_made_before_the_first_and_after_the_last_update(tmp_path):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from plait.train.schedule import Schedule, constant, cosine, linear, wsd
+
 SCOPES = ("block", "mixer")
 
 
@@ -52,8 +54,13 @@ class TrainConfig:
 
     Args:
         steps: updates in all; the learning rate's schedule ends with them
+        optimizer: adamw, or muon for the matrices of the blocks with AdamW for the rest
         lr: peak learning rate of AdamW
-        min_lr: learning rate at the end of the cosine
+        muon_lr: peak learning rate of Muon, by the original scale of its updates
+        schedule: of the learning rates after the warmup: cosine, linear, constant, or wsd (stable, then a decay)
+        decay: last updates of wsd, over which it falls
+        decay_shape: of wsd's fall: linear or cosine
+        min_lr: learning rate of AdamW at the end of the fall; Muon's falls to the same share
         warmup: updates of linear warmup
         weight_decay: decay of matrices; norms, biases, decay parameters and embeddings take none
         beta1: first Adam coefficient
@@ -61,6 +68,9 @@ class TrainConfig:
         clip: largest norm of the gradient; 0: no clipping
         clip_from: run directory whose recorded clip coefficients are used instead of this run's own norm
         seed: of weights and data
+        objective: ce (cross-entropy), or longce, which weighs a token by what a long context does for it
+        longce_context: tokens that a token sees at the least in the short passes of longce
+        longce_stride: tokens that one of these passes is for
         precision: auto is bf16 autocast on a GPU and fp32 on the CPU
         backend: what computes recurrences: torch, fla (flash-linear-attention, CUDA only), auto (fla where it is
             there), or naive (token by token, for checks)
@@ -73,7 +83,12 @@ class TrainConfig:
     """
 
     steps: int = 1000
+    optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
+    muon_lr: float = 0.02
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    decay: int = 0
+    decay_shape: Literal["linear", "cosine"] = "linear"
     min_lr: float = 1e-5
     warmup: int = 20
     weight_decay: float = 0.1
@@ -82,6 +97,9 @@ class TrainConfig:
     clip: float = 1.0
     clip_from: Path | None = None
     seed: int = 0
+    objective: Literal["ce", "longce"] = "ce"
+    longce_context: int = 4096
+    longce_stride: int = 1024
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     backend: Literal["naive", "torch", "fla", "auto"] = "torch"
     freeze: tuple[str, ...] = ()
@@ -92,11 +110,12 @@ class TrainConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self):
-        for name in ("steps", "eval_rows", "probe_pairs"):
+        for name in ("steps", "eval_rows", "probe_pairs", "longce_context", "longce_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be at least 1")
         for name in (
             "warmup",
+            "decay",
             "eval_every",
             "probe_every",
             "checkpoint_every",
@@ -107,17 +126,25 @@ class TrainConfig:
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be 0 or above")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr = {self.lr}; it must be above 0")
-        _ = self.freezes
+        for name in ("lr", "muon_lr"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} = {getattr(self, name)}; it must be above 0")
+        if self.schedule != "constant" and self.min_lr > self.lr:
+            raise ValueError(f"min_lr = {self.min_lr}; it must be at most lr = {self.lr}")
+        if (self.decay > 0) != (self.schedule == "wsd"):
+            raise ValueError(f"decay = {self.decay}; it must be above 0 with schedule = wsd, and 0 with another")
+        _ = self.freezes, self.rates
 
     @property
     def freezes(self) -> tuple[Freeze, ...]:
         return tuple(Freeze.parse(text) for text in self.freeze)
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of update number `step` (from 0): linear warmup, then a cosine to min_lr."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.min_lr + (self.lr - self.min_lr) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    @property
+    def rates(self) -> Schedule:
+        """Share of the peak learning rates at every update."""
+        warmup, share = min(self.warmup, self.steps), self.min_lr / self.lr
+        if self.schedule == "constant":
+            return constant(self.steps, warmup=warmup)
+        if self.schedule == "wsd":
+            return wsd(self.steps, decay=self.decay, warmup=warmup, shape=self.decay_shape, share=share)
+        return (linear if self.schedule == "linear" else cosine)(self.steps, warmup=warmup, share=share)

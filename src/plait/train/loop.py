@@ -26,12 +26,14 @@ from plait.mixers.base import resolve
 from plait.model.io import load
 from plait.model.lm import LM
 from plait.records import Record
-from plait.scoring import score_tokens
+from plait.scoring import Scores, score_tokens
 from plait.spec import Spec
 from plait.terminal import progress_bar
 from plait.train.checkpoint import Checkpoint, check_settings, checkpoints, claim, load_optimizer, save_checkpoint
 from plait.train.config import TrainConfig
+from plait.train.longce import longce_weights
 from plait.train.optimizer import make_optimizer
+from plait.windows import short_losses
 
 
 class Interrupted(RuntimeError):
@@ -106,15 +108,15 @@ def train(
                 groups = [_on(group, device) for group in task.batch(step)]
                 rows, loss = backward(model, groups, config)
                 norm, clip = clip_gradients(model, config.clip, None if clip_of is None else clip_of[step])
-                lr = config.lr_at(step)
+                share = config.rates.at(step)
                 for parameters in optimizer.param_groups:
-                    parameters["lr"] = lr
+                    parameters["lr"] = share * parameters["initial_lr"]
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 step += 1
                 tokens += sum(group.tokens_BT.numel() for group in groups)
                 seconds = before + time.monotonic() - clock
-                values = {"loss": loss, "lr": lr, "grad_norm": norm, "clip": clip, "seconds": seconds}
+                values = {"loss": loss, "lr": share * config.lr, "grad_norm": norm, "clip": clip, "seconds": seconds}
                 write([Record(kind="train", name="loss", values=values), *rows])
                 show(step, f"loss {loss:.4f}")
                 last = step == config.steps
@@ -185,13 +187,23 @@ def backward(model: LM, groups: Sequence[Group], config: TrainConfig) -> tuple[l
     for group in groups:
         with autocast(device, config.precision):
             scores = score_tokens(model, group.tokens_BT, group.targets_BT)
-        loss = scores.loss_N.sum() / total
+            weight_N = _weights(model, group, scores, config)
+        loss = (scores.loss_N if weight_N is None else weight_N * scores.loss_N).sum() / total
         loss.backward()
         losses.append(loss.detach())
         if group.axes:
             values = {"loss": scores.loss_N.mean().item(), "accuracy": scores.correct_N.float().mean().item()}
             rows.append(Record(kind="train", name="gap_loss", values=values, axes=group.axes))
     return rows, torch.stack(losses).sum().item()
+
+
+def _weights(model: LM, group: Group, scores: Scores, config: TrainConfig) -> Tensor | None:
+    """LongCE's weight of every target (001, 5.2); None: all weigh the same."""
+    if config.objective == "ce":
+        return None
+    tokens, targets = group.tokens_BT, group.targets_BT
+    short_BT = short_losses(model, tokens, targets, K=config.longce_context, d=config.longce_stride)
+    return longce_weights(scores.loss_N, short_BT[targets != IGNORE])
 
 
 def clip_gradients(model: LM, largest: float, recorded: float | None) -> tuple[float, float]:

@@ -24,16 +24,22 @@ def decayed(model: nn.Module) -> set[str]:
     }
 
 
-def make_optimizer(model: LM, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on what `decayed` names."""
+def make_optimizer(model: LM, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW with weight decay on what `decayed` names, or Muon; `initial_lr` of a group is its peak."""
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "muon":
+        from plait.train.muon import Muon, muon_groups
+
+        rates = {"lr": config.muon_lr, "adamw_lr": config.lr, "weight_decay": config.weight_decay}
+        return Muon(muon_groups(model, **rates), scale="original", betas=betas)
     names, groups = decayed(model), ([], [])
     for name, parameter in model.named_parameters():
         groups[name not in names].append(parameter)
     return torch.optim.AdamW(
         [
-            {"params": groups[0], "weight_decay": config.weight_decay},
-            {"params": groups[1], "weight_decay": 0.0},
+            {"params": groups[0], "weight_decay": config.weight_decay, "initial_lr": config.lr},
+            {"params": groups[1], "weight_decay": 0.0, "initial_lr": config.lr},
         ],
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
+        betas=betas,
     )
