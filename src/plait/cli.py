@@ -364,8 +364,16 @@ def evaluate(arguments: Sequence[str]) -> None:
         show_outcomes(outcomes)
 
 
+def data(arguments: Sequence[str]) -> None:
+    """Turn text into token shards to train on."""
+    from plait.data.command import data_command
+
+    data_command(arguments)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "describe": describe,
+    "data": data,
     "train": train,
     "eval": evaluate,
     "probe": probe,

@@ -366,3 +366,19 @@ def test_freeze_intervals():
     freeze = Freeze.parse("gdn+swa.mixer:3-5")
     assert freeze == Freeze(("gdn", "swa"), "mixer", 3, 5)
     assert [freeze.holds(step) for step in range(2, 7)] == [False, True, True, False, False]
+
+
+def test_training_on_token_shards(tmp_path):
+    """From text through `plait data build` to a model that has learnt something, in the command's own words."""
+    from plait.cli import main
+
+    (tmp_path / "text").mkdir()
+    for i in range(30):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"the sea, the sea, the open sea {i}. " * 20)
+    shards = str(tmp_path / "shards")
+    assert main(["data", "build", str(tmp_path / "text"), "--out", shards, "--valid", "0.2"]) == 0
+    command = ["train", "--name", "x", "--runs", str(tmp_path / "runs"), "--layout", "gdn nope", "--data", shards]
+    sizes = ["--d-model", "16", "--num-layers", "2", "--length", "64", "--batch-size", "8", "--steps", "30"]
+    assert main([*command, *sizes, "--warmup", "3", "--lr", "1e-2"]) == 0
+    first, *_, last = losses(tmp_path / "runs" / "x")
+    assert last[1] < 0.7 * first[1]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:  # the processes of `plait data build` need none
+    from torch import Tensor
 
 IGNORE = -100
 """target of a position that carries no loss"""
@@ -21,6 +22,9 @@ class Group:
     """next token where it is to be predicted, IGNORE elsewhere"""
     axes: Mapping[str, Any] = field(default_factory=dict)
     """what tells this group from the others of its batch, as in records ({"gap": 64})"""
+    cu_seqlens: Tensor | None = None
+    """where documents are not to see each other: [S + 1] offsets of S pieces of documents in the rows laid end to end,
+    as LM takes them: `model(tokens_BT.reshape(1, -1), cu_seqlens=cu_seqlens)`. No piece crosses the end of a row"""
 
 
 class Task(Protocol):

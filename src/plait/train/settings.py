@@ -88,10 +88,10 @@ class DataOptions:
 
     Args:
         task: synthetic task; spaced-retrieval is the only one so far
-        data: text file, or folder of them, read as bytes
+        data: text file, or folder of them, read as bytes; or what `plait data build` made
         gaps: spaces between a key and its repetition (spaced-retrieval), as 16,192
         gap_weights: share of examples with each gap (default: equal), as 0.5,0.5
-        length: bytes of a training window (text)
+        length: bytes or tokens of a training window (text)
         batch_size: examples or windows an update
     """
 
@@ -110,9 +110,13 @@ class DataOptions:
             raise ValueError(f"task = {self.task!r}; {suggest(self.task, TASKS)}")
 
     def build(self, seed: int) -> Task:
+        from plait.data.packed import Packed, Part
         from plait.data.spaced_retrieval import SpacedRetrieval
         from plait.data.text import ByteText
 
+        if self.data is not None and (self.data / "data.json").exists():
+            part = Part(path=self.data)
+            return Packed(parts=(part,), length=self.length, batch_size=self.batch_size, seed=seed)
         if self.data is not None:
             return ByteText(path=self.data, length=self.length, batch_size=self.batch_size, seed=seed)
         return SpacedRetrieval(gaps=self.gaps, gap_weights=self.gap_weights, batch_size=self.batch_size, seed=seed)
