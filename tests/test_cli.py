@@ -213,6 +213,8 @@ def test_torch_is_not_needed_to_describe():
 
 
 def test_failures_that_are_nobodys_mistake_are_code_1(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("plait.train.loop.save_checkpoint", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
+    monkeypatch.setattr(
+        "plait.train.loop.save_checkpoint", lambda *_, **__: (_ for _ in ()).throw(OSError("disk is full"))
+    )
     assert train(tmp_path) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "plait train: disk is full"

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import defaults, layers, layouts
 
-from plait.config import Gdn, Heads, Layer, Lightning, Mamba2, Mix, Mixer, RopeScaling, Softmax, family
+from plait.config import Gdn, Heads, Layer, Lightning, Mamba2, Mix, Mixer, Softmax, family
 from plait.layout import Defaults, LayoutError, format_layout, parse_layout
+from plait.rope import RopeScaling
 
 BASE = Defaults(d_model=64, num_layers=4, num_heads=8, d_ff=96)
 

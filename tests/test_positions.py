@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.config import RopeScaling, Softmax
+from plait.config import Softmax
 from plait.positions import apply_rope, logn_scale, rope_frequencies, rope_tables
+from plait.rope import RopeScaling
 
 PAIRS = st.integers(1, 64)
 THETAS = st.sampled_from([100.0, 1e4, 5e5, 1e7])

@@ -19,6 +19,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("files", "flags", "terminal"),
     ("records",),
     ("fields",),
+    ("rope",),
     ("config",),
     ("config_json", "syntax"),
     ("layout",),

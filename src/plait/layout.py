@@ -27,12 +27,12 @@ from plait.config import (
     Mixer,
     MlpKind,
     NormKind,
-    RopeScaling,
     Softmax,
     family,
     leaves,
 )
 from plait.fields import FieldError, field_types, fit, show, suggest
+from plait.rope import RopeScaling
 from plait.syntax import ALIASES, NAMES, SHORT, LayoutError, Node, Parser
 
 DERIVED = {Mamba2: {"expand": float}, Lightning: {"slope_family": Literal["geometric", "linear"]}}

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from plait.config import RopeScaling, Softmax
+from plait.config import Softmax
+from plait.rope import RopeScaling
 
 
 def rope_frequencies(config: Softmax, device: torch.device | None = None) -> tuple[Tensor, float]:

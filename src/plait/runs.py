@@ -48,6 +48,7 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
         settings=settings.to_json(),
         measures=measures,
         branch=find_checkpoint(settings.branch) if settings.branch else None,
+        assets=settings.data.tokenizer,
         device=device,
         progress=progress,
     )

@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plait.config import NORMS, FieldError, Layer, NormKind
+from plait.config import NORMS, Layer, NormKind
 from plait.config_json import from_json, to_json
+from plait.fields import FieldError
 from plait.files import read_json, write_json
 from plait.layout import Defaults, format_layout, parse_layout
 

@@ -15,9 +15,10 @@ import torch
 from contract.tools import dense, error, make_mixer
 from torch import Tensor, nn
 
-from plait.config import RopeScaling, Softmax
+from plait.config import Softmax
 from plait.mixers.seq import Seq
 from plait.positions import rope_tables
+from plait.rope import RopeScaling
 
 T, D = 37, 24
 

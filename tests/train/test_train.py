@@ -382,3 +382,20 @@ def test_training_on_token_shards(tmp_path):
     assert main([*command, *sizes, "--warmup", "3", "--lr", "1e-2"]) == 0
     first, *_, last = losses(tmp_path / "runs" / "x")
     assert last[1] < 0.7 * first[1]
+
+
+def test_checkpoints_carry_the_tokenizer_of_their_shards(tmp_path, capsys):
+    from plait.cli import main
+
+    (tmp_path / "text").mkdir()
+    for i in range(12):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"the sea, the open sea {i}. " * 30)
+    text, words, shards = (str(tmp_path / name) for name in ("text", "words", "shards"))
+    assert main(["data", "train-tokenizer", text, "--out", words, "--vocab-size", "300"]) == 0
+    assert main(["data", "build", text, "--out", shards, "--tokenizer", words, "--valid", "0.3"]) == 0
+    command = ["train", "--name", "x", "--runs", str(tmp_path / "runs"), "--layout", "gdn nope", "--data", shards]
+    sizes = ["--d-model", "16", "--num-layers", "2", "--length", "16", "--batch-size", "2", "--steps", "2"]
+    assert main([*command, *sizes]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "runs/x"), "--prompt", "the sea", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_tokens"] >= 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.config import Gdn, Layer, Mamba2, Mixer, MlpKind, NormKind, RopeScaling, Softmax
+from plait.config import Gdn, Layer, Mamba2, Mixer, MlpKind, NormKind, Softmax
 from plait.fields import show, suggest
 from plait.model.tables import (
     ATTENTION,
@@ -30,6 +30,7 @@ from plait.model.tables import (
     Row,
     Same,
 )
+from plait.rope import RopeScaling
 from plait.spec import Spec
 
 MLPS: dict[str, MlpKind] = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
@@ -171,14 +172,14 @@ def _bamba(config: Any, i: int) -> Mixer:
 
 
 def _first(spec: Spec, kind: type) -> Any:
-    """The first mixer of this kind, or nothing but defaults: reading back tells whether all were as it."""
+    """The first mixer of this kind, or None. Reading back tells whether the others are as it is."""
     return next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, kind)), None)
 
 
-def _types(spec: Spec, recurrent: str = "linear_attention") -> list[str]:
+def _types(spec: Spec) -> list[str]:
     def of(mixer: Mixer) -> str:
         if mixer.recurrent:
-            return recurrent
+            return "linear_attention"
         return "sliding_attention" if getattr(mixer, "window_size", None) else "full_attention"
 
     return [of(layer.mixer) for layer in spec.layers]

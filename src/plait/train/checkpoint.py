@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from plait.files import new_directory, read_json, write_json
+from plait.model.foreign import copy_assets
 from plait.model.io import write_model
 from plait.model.lm import LM
 from plait.model.tensors import read_tensors
@@ -42,8 +43,16 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run: Path, model: LM, optimizer: torch.optim.Optimizer, step: int, tokens: int, seconds: float
+    run: Path,
+    model: LM,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    tokens: int,
+    seconds: float,
+    *,
+    assets: Path | None = None,
 ) -> Path:
+    """Complete or absent. assets: a directory whose tokenizer files go along."""
     path = run / "checkpoints" / f"step-{step:08d}"
     tensors = {
         f"{key}.{name}": value.detach().cpu().contiguous()
@@ -52,6 +61,8 @@ def save_checkpoint(
     }
     with new_directory(path) as directory:
         write_model(model, directory)
+        if assets is not None:
+            copy_assets(assets, directory)
         save_file(tensors, directory / "trainer.safetensors")
         write_json(directory / "trainer.json", {"step": step, "tokens": tokens, "seconds": seconds})
     return path

@@ -61,17 +61,19 @@ def train(
     settings: dict[str, Any],
     measures: Sequence[Measure] = (),
     branch: Path | None = None,
+    assets: Path | None = None,
     device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> LM:
     """Train in a run directory, new or begun; returns the model after config.steps updates.
 
     settings: everything the run was asked for, as JSON; written to config.json and compared when the run goes on.
+    assets: a directory whose tokenizer files go into every checkpoint.
     branch: a checkpoint to start from instead of fresh weights: optimizer, schedule and data go on as they were there.
     Raises Interrupted after Ctrl-C or SIGTERM, once all is saved.
     """
     check(spec, config, device)
-    clip_of = _recorded_clips(config)
+    clip_of, rates = _recorded_clips(config), config.rates
     with claim(run):
         start = _begin(run, spec, settings, branch)
         if start:
@@ -97,7 +99,8 @@ def train(
                     write(item.measure(model))
 
         def save() -> None:
-            save_checkpoint(run, model, optimizer, step, tokens, before + time.monotonic() - clock)
+            seconds = before + time.monotonic() - clock
+            save_checkpoint(run, model, optimizer, step, tokens, seconds, assets=assets)
 
         if start is None:
             measure(bool)
@@ -108,7 +111,7 @@ def train(
                 groups = [_on(group, device) for group in task.batch(step)]
                 rows, loss = backward(model, groups, config)
                 norm, clip = clip_gradients(model, config.clip, None if clip_of is None else clip_of[step])
-                share = config.rates.at(step)
+                share = rates.at(step)
                 for parameters in optimizer.param_groups:
                     parameters["lr"] = share * parameters["initial_lr"]
                 optimizer.step()

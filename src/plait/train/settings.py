@@ -109,12 +109,22 @@ class DataOptions:
         if self.task is not None and self.task not in TASKS:
             raise ValueError(f"task = {self.task!r}; {suggest(self.task, TASKS)}")
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer's directory, of token shards that have one."""
+        path = self.data / "tokenizer" if self.data is not None else None
+        return path if path is not None and path.is_dir() and self._sharded else None
+
+    @property
+    def _sharded(self) -> bool:
+        return self.data is not None and (self.data / "data.json").exists()
+
     def build(self, seed: int) -> Task:
         from plait.data.packed import Packed, Part
         from plait.data.spaced_retrieval import SpacedRetrieval
         from plait.data.text import ByteText
 
-        if self.data is not None and (self.data / "data.json").exists():
+        if self.data is not None and self._sharded:
             part = Part(path=self.data)
             return Packed(parts=(part,), length=self.length, batch_size=self.batch_size, seed=seed)
         if self.data is not None:
