@@ -43,7 +43,7 @@ def with_tokenizer(tmp_path_factory) -> Path:
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    status = main(["generate", *map(str, arguments)])
+    status = main(["generate", *map(str, arguments), "--device", "cpu"])
     return status, *capsys.readouterr()
 
 

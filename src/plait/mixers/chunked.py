@@ -77,6 +77,8 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 def add_mm(c: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """c + scale * a b, c being fp32 or wider; what was c may be overwritten."""
+    if torch.compiler.is_compiling():  # torch 2.11 cannot trace baddbmm with an out_dtype
+        return c + scale * mm(a, b)
     if a.dtype == torch.bfloat16:
         return torch.baddbmm(c, a, b, alpha=scale, out_dtype=torch.float32)
     return c.baddbmm_(a, b, alpha=scale)

@@ -13,13 +13,15 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
 from plait.mixers.seq import Seq
 
 BLOCK = 128
 MIN_HEAD = 16
 """the least head_dim that the kernel takes"""
+KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
+"""never flex's decoding kernel, which under 128 queries has no configuration for blocks of BLOCK"""
 
 
 def flex_serves(q_BTHE: Tensor) -> bool:
@@ -50,8 +52,9 @@ def _compiled():
     def run(q, k, v, mask: BlockMask, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
         gqa = q.shape[1] != k.shape[1]
         if not wants_lse:
-            return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa), None
-        o, aux = flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, return_aux=AuxRequest(lse=True))
+            return flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=KERNEL), None
+        want = AuxRequest(lse=True)
+        o, aux = flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=KERNEL, return_aux=want)
         return o, aux.lse
 
     return torch.compile(run, fullgraph=True)
