@@ -171,9 +171,9 @@ BAD = [
     (["train", "--name", "x", *SPACED, "--preset", "small/8M"], "preset = small/8M, layout = gdn nope"),
     (["train", "--name", "x", "--preset", "smal/8M", "--task", "spaced-retrieval"], "nearest: small/8M"),
     (["train", "--layout", "gdn", "--task", "spaced-retrieval"], "name"),
-    (["train", "--name", "x", "--layout", "gdn"], "neither is given"),
+    (["train", "--name", "x", "--layout", "gdn"], "none is given"),
     (["train", "--name", "x", "--layout", "gdn", "--task", "spaced"], "nearest: spaced-retrieval"),
-    (["train", "--name", "x", "--layout", "gdn", "--task", "spaced-retrieval", "--data", "x"], "both are given"),
+    (["train", "--name", "x", "--layout", "gdn", "--task", "spaced-retrieval", "--data", "x"], "task and data are given"),
     (["train", "--name", "x", "--layout", "gdn", "--data", "no-such-file"], "no such file or folder"),
     (
         ["train", "--name", "x", *SPACED, "--layout", "heads(3:gla, 1:nope)"],

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from plait.data import IGNORE
 from plait.model.lm import LM
 
 CHUNK = 8192
-"""positions whose logits exist at a time when no gradient is wanted"""
+"""positions whose logits exist at a time"""
+KEPT = 2**27
+"""logits that are kept for a gradient; more are computed again in the backward pass, CHUNK positions at a time"""
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,28 @@ class Scores:
         return wrong.index_add(0, self.row_N, (~self.correct_N).float()) == 0
 
 
-def score_tokens(model: LM, tokens_BT: Tensor, targets_BT: Tensor) -> Scores:
-    """Loss and argmax at every position whose target is not IGNORE."""
-    x_BTD = model.hidden(tokens_BT)
+def score_tokens(model: LM, tokens_BT: Tensor, targets_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Scores:
+    """Loss and argmax at every position whose target is not IGNORE. cu_seqlens: as in a Group."""
+    if cu_seqlens is None:
+        x_BTD = model.hidden(tokens_BT)
+    else:
+        x_BTD = model.hidden(tokens_BT.reshape(1, -1), cu_seqlens=cu_seqlens).view(*tokens_BT.shape, -1)
     wanted = targets_BT != IGNORE
     x_ND, target_N = x_BTD[wanted], targets_BT[wanted]
-    size = len(target_N) if torch.is_grad_enabled() else CHUNK
+    kept = torch.is_grad_enabled() and len(target_N) * model.spec.vocab_size <= KEPT
+    size = len(target_N) if kept else CHUNK
     losses, correct = [], []
     for x, target in zip(x_ND.split(size), target_N.split(size), strict=True):
-        logits = model.logits(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses.append(F.cross_entropy(logits, target, reduction="none"))
-        correct.append(logits.argmax(-1) == target)
+        if kept or not torch.is_grad_enabled():
+            loss, right = _score(model, x, target)
+        else:
+            loss, right = checkpoint(_score, model, x, target, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
+        losses.append(loss)
+        correct.append(right)
     return Scores(torch.cat(losses), torch.cat(correct), wanted.nonzero()[:, 0])
+
+
+def _score(model: LM, x_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+    logits_NV = model.logits(x_ND)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(logits_NV, target_N, reduction="none"), logits_NV.argmax(-1) == target_N

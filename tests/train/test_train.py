@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait import records
+from plait import records, scoring
 from plait.data import IGNORE
+from plait.data.packed import Packed, Part
 from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.model.lm import LM
 from plait.scoring import score_tokens
@@ -24,7 +26,8 @@ from plait.train import loop
 from plait.train.checkpoint import checkpoints, claim, find_checkpoint
 from plait.train.config import Freeze, TrainConfig
 from plait.train.held_out import held_out
-from plait.train.loop import Interrupted, Measure, train
+from plait.train.loop import Diverged, Guard, Interrupted, Measure, train
+from plait.train.settings import DataOptions
 from plait.windows import short_losses
 
 TASK = SpacedRetrieval(gaps=(2, 9), batch_size=6, eval_pairs=10)
@@ -399,3 +402,167 @@ def test_checkpoints_carry_the_tokenizer_of_their_shards(tmp_path, capsys):
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "runs/x"), "--prompt", "the sea", "--max-new-tokens", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] >= 1
+
+
+def test_pieces_of_a_batch_give_its_gradient():
+    groups = TASK.batch(0)
+    found = {}
+    for config in (CONFIG, dataclasses.replace(CONFIG, micro_batch=2), dataclasses.replace(CONFIG, micro_batch=4)):
+        model = LM(SPEC, seed=3).double()
+        rows, loss = loop.backward(model, groups, config)
+        found[config.micro_batch] = (model.embed.weight.grad, loss, [row.values for row in rows])
+    for grad, loss, values in (found[2], found[4]):
+        assert torch.allclose(grad, found[0][0], rtol=1e-10, atol=1e-14)
+        assert loss == pytest.approx(found[0][1], rel=1e-12)
+        assert values == [pytest.approx(row, rel=1e-12) for row in found[0][2]]
+
+
+def test_document_masks_hold_in_the_loop_in_pieces_and_in_held_out_losses(tmp_path):
+    """As each document alone in a row."""
+    from plait.cli import main
+
+    (tmp_path / "books").mkdir()
+    for i in range(40):
+        (tmp_path / "books" / f"{i:02}.txt").write_text(f"{i} {'to be or not to be'[: 3 + i % 14]}")
+    assert main(["data", "build", str(tmp_path / "books"), "--out", str(tmp_path / "shards"), "--valid", "0.3"]) == 0
+    task = Packed(parts=(Part(path=tmp_path / "shards"),), length=32, batch_size=4, document_masks=True)
+    (group,) = task.batch(0)
+    assert group.cu_seqlens is not None and len(group.cu_seqlens) > 6
+    model = LM(dataclasses.replace(SPEC, vocab_size=task.vocab_size), seed=3).double()
+    _, loss = loop.backward(model, [group], dataclasses.replace(CONFIG, micro_batch=3))
+    tokens, targets = group.tokens_BT.flatten(), group.targets_BT.flatten()
+    pieces = zip(group.cu_seqlens, group.cu_seqlens[1:], strict=False)
+    alone = [score_tokens(model, tokens[a:b][None], targets[a:b][None]).loss_N for a, b in pieces]
+    assert loss == pytest.approx(torch.cat(alone).mean().item(), rel=1e-10)
+    few, many = (held_out(model, task, rows=3, rows_at_a_time=n)[0].values["loss"] for n in (2, 64))
+    assert few == pytest.approx(many, rel=1e-10)
+
+
+def test_recomputed_layers_and_logits_change_nothing(baseline, tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "KEPT", 0)
+    monkeypatch.setattr(scoring, "CHUNK", 5)
+    model = run(tmp_path / "x", dataclasses.replace(CONFIG, recompute=True))
+    assert model.recompute is None
+    want = load_file(checkpoints(baseline)[-1] / "model.safetensors")
+    for name, value in load_file(checkpoints(tmp_path / "x")[-1] / "model.safetensors").items():
+        assert torch.allclose(value, want[name], rtol=1e-4, atol=1e-6)
+
+
+class Poisoned:
+    """Gradients that are not numbers in some updates."""
+
+    def __init__(self, steps: set[int], start: int = 0):
+        self.steps, self.step, self.backward = steps, start, loop.backward
+
+    def __call__(self, model, groups, config):
+        rows, loss = self.backward(model, groups, config)
+        self.step += 1
+        if self.step in self.steps:
+            model.embed.weight.grad[0, 0] = float("nan")
+        return rows, loss
+
+
+def test_updates_that_are_not_finite_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "backward", Poisoned({3}))
+    run(tmp_path / "x")
+    rows = [row for row in records.read(tmp_path / "x" / "records.jsonl") if row.name == "loss" and row.kind == "train"]
+    assert [row.step for row in rows if row.values.get("skipped")] == [3]
+    assert rows[2].values["grad_norm"] is None
+    final = load_file(checkpoints(tmp_path / "x")[-1] / "model.safetensors")
+    assert all(value.isfinite().all() for value in final.values())
+    assert losses(tmp_path / "x")[2] != losses(tmp_path / "x")[3]
+
+
+def test_training_stops_after_too_many(tmp_path, monkeypatch):
+    honest = loop.backward
+    monkeypatch.setattr(loop, "backward", Poisoned({3, 4, 5, 6}))
+    with pytest.raises(Diverged, match=r"update 5: the loss or gradient of 3 in a row .*max_skips = 2"):
+        run(tmp_path / "x", dataclasses.replace(CONFIG, max_skips=2))
+    assert [path.name for path in checkpoints(tmp_path / "x")] == ["step-00000000", "step-00000002", "step-00000004"]
+    monkeypatch.setattr(loop, "backward", honest)
+    monkeypatch.setattr(loop, "backward", Poisoned({5, 6}, start=4))  # a resumed run knows of the two before
+    with pytest.raises(Diverged, match="update 5: the loss or gradient of 3 in a row"):
+        run(tmp_path / "x", dataclasses.replace(CONFIG, max_skips=2))
+
+
+def test_a_spike_is_measured_by_the_norms_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Guard, "SEEN", 4)
+    guard = Guard(dataclasses.replace(CONFIG, spike=3.0), tmp_path)
+    norms = [9.0, 1.0, 1.2, 1.1, 5.0, 2.9, float("inf"), 1.0]
+    assert [guard.takes(1.0, norm) for norm in norms] == [True, True, True, True, False, True, False, True]
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
+    scores = {0: 9.0, 1: 5.0, 2: 1.0, 3: 2.0, 4: 3.0, 5: 4.0, 6: 5.0}
+    steps = iter(scores)
+
+    def measure(model):
+        return [records.Record(kind="eval", name="loss", values={"loss": scores[next(steps)]})]
+
+    config = dataclasses.replace(CONFIG, checkpoint_every=1, keep=2)
+    run(tmp_path / "x", config, measures=[Measure(1, measure)])
+    assert [path.name[-1] for path in sorted((tmp_path / "x" / "checkpoints").iterdir())] == ["2", "5", "6"]
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(baseline, tmp_path, capsys):
+    path = tmp_path / "x"
+    with pytest.raises(Interrupted):
+        run(path, task=StopAt(4))
+    last = checkpoints(path)[-1]
+    whole = (last / "trainer.safetensors").read_bytes()
+    (last / "trainer.safetensors").write_bytes(whole[: len(whole) // 2])
+    run(path)
+    assert f"{last}: damaged, left aside" in capsys.readouterr().err
+    assert final_bytes(path) == final_bytes(baseline)
+    for checkpoint in checkpoints(path):
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="none of its checkpoints can be read"):
+        run(path)
+
+
+def test_a_mixture_of_shards_goes_on_exactly(tmp_path, capsys):
+    from plait.cli import main
+
+    for name, words in {"sea": "the open sea", "land": "a hill, a field"}.items():
+        (tmp_path / name).mkdir()
+        for i in range(20):
+            (tmp_path / name / f"{i}.txt").write_text(f"{words} {i}. " * (1 + i))
+        assert (
+            main(["data", "build", str(tmp_path / name), "--out", str(tmp_path / f"{name}-shards"), "--valid", "0.3"])
+            == 0
+        )
+    sources = (f"{tmp_path}/sea-shards=3", f"{tmp_path}/land-shards@60")
+    options = DataOptions(mixture=sources, document_masks=True, length=48, batch_size=4)
+    assert options.sources[1][1:] == (60, 1.0)
+    task = options.build(seed=1)
+    rows = [bytes(row.clamp(max=255).tolist()) for step in range(8) for row in task.batch(step)[0].tokens_BT]
+    assert sum(b"sea" in row for row in rows) == 24
+    command = ["train", "--runs", str(tmp_path / "runs"), "--layout", "gdn nope", "--mixture", ",".join(sources)]
+    command += ["--document-masks", "true", "--d-model", "16", "--num-layers", "2", "--length", "48"]
+    command += ["--batch-size", "4", "--micro-batch", "3", "--steps", "4", "--checkpoint-every", "1"]
+    assert main([*command, "--name", "whole"]) == 0
+    assert main([*command, "--name", "cut"]) == 0
+    for path in checkpoints(tmp_path / "runs/cut")[-2:]:
+        shutil.rmtree(path)
+    assert main([*command, "--name", "cut"]) == 0
+    assert final_bytes(tmp_path / "runs/cut") == final_bytes(tmp_path / "runs/whole")
+    found = {row.axes["source"] for row in records.read(tmp_path / "runs/cut/records.jsonl") if row.kind == "eval"}
+    assert found == {"sea-shards", "land-shards"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "task, data, mixture: none is given"),
+        ({"task": "spaced-retrieval", "mixture": ("x",)}, "task and mixture are given"),
+        ({"mixture": ("x=much",)}, "mixture: 'x=much'; write PATH"),
+    ],
+)
+def test_refused_data(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DataOptions(**fields)
+
+
+def test_masks_need_documents():
+    with pytest.raises(ValueError, match="document_masks = true"):
+        DataOptions(task="spaced-retrieval", document_masks=True).build(0)

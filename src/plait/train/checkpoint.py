@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from plait import records
 from plait.files import new_directory, read_json, write_json
 from plait.model.foreign import copy_assets
 from plait.model.io import write_model
@@ -84,6 +88,46 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in (run / "checkpoints").glob("step-*") if (path / "trainer.json").exists())
 
 
+def last_whole(run: Path) -> Checkpoint | None:
+    """The latest checkpoint of a run that can be read; of later ones that cannot, standard error says why."""
+    found = checkpoints(run)
+    for path in reversed(found):
+        try:
+            checkpoint = Checkpoint.read(path)
+            for name in {path / "trainer.safetensors", *path.glob("*.safetensors")}:
+                with safe_open(name, "pt"):  # reads the header and compares it with the size
+                    pass
+            return checkpoint
+        except (ValueError, OSError, SafetensorError) as error:
+            print(f"{path}: damaged, left aside ({error})", file=sys.stderr)
+    if found:
+        raise ValueError(f"run {run}: none of its checkpoints can be read; train under another --name")
+    return None
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all checkpoints but the last `keep` and the one with the lowest held-out loss. keep 0: remove none."""
+    found = checkpoints(run)
+    if not keep or len(found) <= keep:
+        return
+    losses: dict[int, list[float]] = {}
+    for row in records.read(run / "records.jsonl"):
+        loss = row.values.get("loss")
+        if row.kind == "eval" and row.step is not None and loss is not None:
+            losses.setdefault(row.step, []).append(loss)
+    known = [path for path in found if _step(path) in losses]
+    best = min(known, key=lambda path: sum(losses[_step(path)]) / len(losses[_step(path)]), default=None)
+    for path in found[:-keep]:
+        if path != best:
+            gone = path.with_name(f".{path.name}.old")  # never half a checkpoint under its name
+            path.rename(gone)
+            shutil.rmtree(gone)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def find_checkpoint(where: str | Path) -> Path:
     """A checkpoint directory: RUN (its latest), RUN@STEP, or the directory itself."""
     text = str(where)
@@ -93,7 +137,7 @@ def find_checkpoint(where: str | Path) -> Path:
         return path
     if not (path / "spec.json").exists():
         raise ValueError(f"{path}: no run or checkpoint there; give RUN, RUN@STEP or a checkpoint's directory")
-    found = {int(p.name.removeprefix("step-")): p for p in checkpoints(path)}
+    found = {_step(p): p for p in checkpoints(path)}
     if not found:
         raise ValueError(f"{path}: the run has no checkpoint yet")
     if not at:

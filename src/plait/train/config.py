@@ -66,11 +66,16 @@ class TrainConfig:
         beta1: first Adam coefficient
         beta2: second Adam coefficient
         clip: largest norm of the gradient; 0: no clipping
+        spike: gradient norm, in medians of the last 100, above which an update is left out; 0: only if it or the loss
+            is not finite
+        max_skips: updates left out in a row before training stops
         clip_from: run directory whose recorded clip coefficients are used instead of this run's own norm
         seed: of weights and data
         objective: ce (cross-entropy), or longce, which weighs a token by what a long context does for it
         longce_context: tokens that a token sees at the least in the short passes of longce
         longce_stride: tokens that one of these passes is for
+        micro_batch: rows that go through the model at a time; 0: all of one length
+        recompute: compute each layer again in the backward pass instead of keeping what it needs
         precision: auto is bf16 autocast on a GPU and fp32 on the CPU
         backend: what computes recurrences: torch, fla (flash-linear-attention, CUDA only), auto (fla where it is
             there), or naive (token by token, for checks)
@@ -80,6 +85,7 @@ class TrainConfig:
         probe_every: updates between layer retrieval scores (spaced-retrieval); 0: never
         probe_pairs: prompt pairs a score is averaged over
         checkpoint_every: updates between checkpoints; 0: only at the end
+        keep: latest checkpoints that stay, besides the one with the lowest held-out loss; 0: all
     """
 
     steps: int = 1000
@@ -95,11 +101,15 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
+    spike: float = 0.0
+    max_skips: int = 10
     clip_from: Path | None = None
     seed: int = 0
     objective: Literal["ce", "longce"] = "ce"
     longce_context: int = 4096
     longce_stride: int = 1024
+    micro_batch: int = 0
+    recompute: bool = False
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     backend: Literal["naive", "torch", "fla", "auto"] = "torch"
     freeze: tuple[str, ...] = ()
@@ -108,6 +118,7 @@ class TrainConfig:
     probe_every: int = 0
     probe_pairs: int = 100
     checkpoint_every: int = 100
+    keep: int = 0
 
     def __post_init__(self):
         for name in ("steps", "eval_rows", "probe_pairs", "longce_context", "longce_stride"):
@@ -119,6 +130,9 @@ class TrainConfig:
             "eval_every",
             "probe_every",
             "checkpoint_every",
+            "keep",
+            "micro_batch",
+            "max_skips",
             "min_lr",
             "weight_decay",
             "clip",
@@ -129,6 +143,8 @@ class TrainConfig:
         for name in ("lr", "muon_lr"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be above 0")
+        if not (self.spike == 0 or self.spike > 1):
+            raise ValueError(f"spike = {self.spike}; it must be 0 or above 1")
         if self.schedule != "constant" and self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr}; it must be at most lr = {self.lr}")
         if (self.decay > 0) != (self.schedule == "wsd"):

@@ -21,14 +21,11 @@ def held_out(model: LM, task: Task, *, rows: int, rows_at_a_time: int = 64) -> l
     found = []
     for group in task.held_out():
         losses, correct, exact = [], [], []
-        pieces = zip(
-            group.tokens_BT[:rows].split(rows_at_a_time), group.targets_BT[:rows].split(rows_at_a_time), strict=True
-        )
-        for tokens, targets in pieces:
-            scores = score_tokens(model, tokens.to(device), targets.to(device))
+        for piece in next(group.split(rows)).to(device).split(rows_at_a_time):
+            scores = score_tokens(model, piece.tokens_BT, piece.targets_BT, cu_seqlens=piece.cu_seqlens)
             losses.append(scores.loss_N)
             correct.append(scores.correct_N)
-            exact.append(scores.exact_rows(len(tokens)))
+            exact.append(scores.exact_rows(len(piece.tokens_BT)))
         values = {"loss": torch.cat(losses).mean().item()}
         if group.axes:
             values["accuracy"] = torch.cat(correct).float().mean().item()

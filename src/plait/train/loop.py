@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import signal
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from plait import records
 from plait.config import select_layers
@@ -29,7 +34,7 @@ from plait.records import Record
 from plait.scoring import Scores, score_tokens
 from plait.spec import Spec
 from plait.terminal import progress_bar
-from plait.train.checkpoint import Checkpoint, check_settings, checkpoints, claim, load_optimizer, save_checkpoint
+from plait.train.checkpoint import Checkpoint, check_settings, claim, last_whole, load_optimizer, prune, save_checkpoint
 from plait.train.config import TrainConfig
 from plait.train.longce import longce_weights
 from plait.train.optimizer import make_optimizer
@@ -42,6 +47,10 @@ class Interrupted(RuntimeError):
     def __init__(self, step: int):
         super().__init__(f"interrupted after update {step}; saved: the same command goes on from there")
         self.step = step
+
+
+class Diverged(ValueError):
+    """Too many updates in a row were left out."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,8 @@ def train(
     settings: everything the run was asked for, as JSON; written to config.json and compared when the run goes on.
     assets: a directory whose tokenizer files go into every checkpoint.
     branch: a checkpoint to start from instead of fresh weights: optimizer, schedule and data go on as they were there.
-    Raises Interrupted after Ctrl-C or SIGTERM, once all is saved.
+    Raises Interrupted after Ctrl-C or SIGTERM, once all is saved; Diverged if more than config.max_skips updates in a
+    row have a loss or gradient that is not finite, or a spike.
     """
     check(spec, config, device)
     clip_of, rates = _recorded_clips(config), config.rates
@@ -81,12 +91,14 @@ def train(
         else:
             model = LM(spec, seed=config.seed, device=device, backend=config.backend)
         model.train()
+        if config.recompute:
+            model.recompute = partial(recompute, use_reentrant=False)
         optimizer = make_optimizer(model, config)
         if start:
             load_optimizer(start, model, optimizer)
         step, tokens, before = (start.step, start.tokens, start.seconds) if start else (0, 0, 0.0)
         origin = records.provenance(spec_hash=spec.hash, device=device_name(device))
-        clock = time.monotonic()
+        clock, guard, done = time.monotonic(), Guard(config, run), tokens
 
         def write(rows: Sequence[Record]) -> None:
             now = records.provenance(spec_hash=spec.hash, device=origin["device"])
@@ -101,6 +113,7 @@ def train(
         def save() -> None:
             seconds = before + time.monotonic() - clock
             save_checkpoint(run, model, optimizer, step, tokens, seconds, assets=assets)
+            prune(run, config.keep)
 
         if start is None:
             measure(bool)
@@ -108,20 +121,25 @@ def train(
         with progress_bar(config.steps, done=step, show=progress, label=run.name) as show, stop_signals() as stopped:
             while step < config.steps:
                 freeze(model, config, step)
-                groups = [_on(group, device) for group in task.batch(step)]
+                groups = [group.to(device) for group in task.batch(step)]
                 rows, loss = backward(model, groups, config)
                 norm, clip = clip_gradients(model, config.clip, None if clip_of is None else clip_of[step])
+                taken = guard.takes(loss, norm)
                 share = rates.at(step)
                 for parameters in optimizer.param_groups:
                     parameters["lr"] = share * parameters["initial_lr"]
-                optimizer.step()
+                if taken:
+                    optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 step += 1
                 tokens += sum(group.tokens_BT.numel() for group in groups)
                 seconds = before + time.monotonic() - clock
                 values = {"loss": loss, "lr": share * config.lr, "grad_norm": norm, "clip": clip, "seconds": seconds}
+                if not taken:
+                    values["skipped"] = 1
                 write([Record(kind="train", name="loss", values=values), *rows])
-                show(step, f"loss {loss:.4f}")
+                guard.stop(step)
+                show(step, f"loss {loss:.4f}, {(tokens - done) / (seconds - before):,.0f} tokens/s")
                 last = step == config.steps
                 measure(lambda every: last or (every > 0 and step % every == 0))  # noqa: B023
                 if last or stopped() or (config.checkpoint_every and step % config.checkpoint_every == 0):
@@ -129,6 +147,7 @@ def train(
                 if stopped() and not last:
                     raise Interrupted(step)
         unfreeze(model)
+        model.recompute = None
         return model
 
 
@@ -146,8 +165,7 @@ def _begin(run: Path, spec: Spec, settings: dict[str, Any], branch: Path | None)
     rows = run / "records.jsonl"
     if (run / "config.json").exists():
         check_settings(run, settings)
-        found = checkpoints(run)
-        start = Checkpoint.read(found[-1]) if found else Checkpoint.read(branch) if branch else None
+        start = last_whole(run) or (Checkpoint.read(branch) if branch else None)
     else:
         start = Checkpoint.read(branch) if branch else None
         if start and Spec.load(start.path / "spec.json") != spec:
@@ -163,6 +181,40 @@ def _begin(run: Path, spec: Spec, settings: dict[str, Any], branch: Path | None)
     spec.save(run / "spec.json")
     write_json(run / "config.json", settings)
     return start
+
+
+class Guard:
+    """Which updates are left out. What it knows is in the run's records, so that a resumed run decides alike."""
+
+    SEEN = 100
+    """gradient norms a spike is measured by; before there are so many, none is one"""
+
+    def __init__(self, config: TrainConfig, run: Path):
+        self.spike, self.most = config.spike, config.max_skips
+        self.norms: deque[float] = deque(maxlen=self.SEEN)
+        self.skips = 0
+        for row in records.read(run / "records.jsonl"):
+            if row.kind == "train" and row.name == "loss":
+                self._count(row.values.get("grad_norm"), "skipped" not in row.values)
+
+    def takes(self, loss: float, norm: float) -> bool:
+        """Is an update with this loss and gradient norm to be made?"""
+        usual = statistics.median(self.norms) if self.spike and len(self.norms) == self.SEEN else math.inf
+        taken = math.isfinite(loss) and math.isfinite(norm) and not (self.spike and norm > self.spike * usual)
+        self._count(norm, taken)
+        return taken
+
+    def _count(self, norm: float | None, taken: bool) -> None:
+        self.skips = 0 if taken else self.skips + 1
+        if taken and norm is not None:
+            self.norms.append(norm)
+
+    def stop(self, step: int) -> None:
+        if self.skips > self.most:
+            raise Diverged(
+                f"update {step}: the loss or gradient of {self.skips} in a row is not finite, or a spike (max_skips ="
+                f" {self.most}); branch from an earlier checkpoint with a lower lr"
+            )
 
 
 def freeze(model: LM, config: TrainConfig, step: int) -> None:
@@ -188,14 +240,18 @@ def backward(model: LM, groups: Sequence[Group], config: TrainConfig) -> tuple[l
     device = groups[0].tokens_BT.device
     rows, losses = [], []
     for group in groups:
-        with autocast(device, config.precision):
-            scores = score_tokens(model, group.tokens_BT, group.targets_BT)
-            weight_N = _weights(model, group, scores, config)
-        loss = (scores.loss_N if weight_N is None else weight_N * scores.loss_N).sum() / total
-        loss.backward()
-        losses.append(loss.detach())
+        found = []
+        for piece in group.split(config.micro_batch):
+            with autocast(device, config.precision):
+                scores = score_tokens(model, piece.tokens_BT, piece.targets_BT, cu_seqlens=piece.cu_seqlens)
+                weight_N = _weights(model, piece, scores, config)
+            loss = (scores.loss_N if weight_N is None else weight_N * scores.loss_N).sum() / total
+            loss.backward()
+            losses.append(loss.detach())
+            found.append((scores.loss_N.detach(), scores.correct_N))
         if group.axes:
-            values = {"loss": scores.loss_N.mean().item(), "accuracy": scores.correct_N.float().mean().item()}
+            loss_N, correct_N = map(torch.cat, zip(*found, strict=True))
+            values = {"loss": loss_N.mean().item(), "accuracy": correct_N.float().mean().item()}
             rows.append(Record(kind="train", name="gap_loss", values=values, axes=group.axes))
     return rows, torch.stack(losses).sum().item()
 
@@ -205,7 +261,8 @@ def _weights(model: LM, group: Group, scores: Scores, config: TrainConfig) -> Te
     if config.objective == "ce":
         return None
     tokens, targets = group.tokens_BT, group.targets_BT
-    short_BT = short_losses(model, tokens, targets, K=config.longce_context, d=config.longce_stride)
+    K, d = config.longce_context, config.longce_stride
+    short_BT = short_losses(model, tokens, targets, K=K, d=d, cu_seqlens=group.cu_seqlens)
     return longce_weights(scores.loss_N, short_BT[targets != IGNORE])
 
 
@@ -241,13 +298,6 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 def device_name(device: torch.device | str) -> str:
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _on(group: Group, device: torch.device | str) -> Group:
-    def move(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=True)
-
-    return dataclasses.replace(group, tokens_BT=move(group.tokens_BT), targets_BT=move(group.targets_BT))
 
 
 @contextlib.contextmanager

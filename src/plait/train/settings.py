@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -84,11 +85,14 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What to train on: a synthetic task or text.
+    """What to train on: a synthetic task, text, or a mixture of texts.
 
     Args:
         task: synthetic task; spaced-retrieval is the only one so far
         data: text file, or folder of them, read as bytes; or what `plait data build` made
+        mixture: what plait data build made, PATH[@MIN_TOKENS][=WEIGHT] each, as books@32768=1,web=1: rows by weight, of
+            documents with at least so many tokens
+        document_masks: documents of one row do not see each other (token shards)
         gaps: spaces between a key and its repetition (spaced-retrieval), as 16,192
         gap_weights: share of examples with each gap (default: equal), as 0.5,0.5
         length: bytes or tokens of a training window (text)
@@ -97,36 +101,64 @@ class DataOptions:
 
     task: str | None = None
     data: Path | None = None
+    mixture: tuple[str, ...] = ()
+    document_masks: bool = False
     gaps: tuple[int, ...] = (16, 192)
     gap_weights: tuple[float, ...] | None = None
     length: int = 256
     batch_size: int = 32
 
     def __post_init__(self):
-        if (self.task is None) == (self.data is None):
-            given = "neither is given" if self.task is None else "both are given"
-            raise ValueError(f"task, data: {given}; give --task spaced-retrieval or --data FILE_OR_DIR")
+        given = [name for name in ("task", "data", "mixture") if getattr(self, name)]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given" if given else "none is given"
+            wanted = "--task spaced-retrieval, --data FILE_OR_DIR or --mixture DIR=WEIGHT,..."
+            raise ValueError(f"task, data, mixture: {found}; give {wanted}")
         if self.task is not None and self.task not in TASKS:
             raise ValueError(f"task = {self.task!r}; {suggest(self.task, TASKS)}")
+        _ = self.sources
+
+    @property
+    def sources(self) -> tuple[tuple[Path, int, float], ...]:
+        """Of a mixture: (directory, fewest tokens of a document, weight)."""
+        found = []
+        for text in self.mixture:
+            match = re.fullmatch(r"(?P<path>[^=@]+)(@(?P<least>\d+))?(=(?P<weight>[\d.]+))?", text)
+            try:
+                assert match is not None
+                found.append((Path(match["path"]), int(match["least"] or 1), float(match["weight"] or 1)))
+            except (AssertionError, ValueError):
+                raise ValueError(f"mixture: {text!r}; write PATH[@MIN_TOKENS][=WEIGHT], as books@32768=1") from None
+        return tuple(found)
+
+    @property
+    def shards(self) -> tuple[Path, ...]:
+        """Directories of token shards."""
+        if self.data is not None and (self.data / "data.json").exists():
+            return (self.data,)
+        return tuple(path for path, _, _ in self.sources)
 
     @property
     def tokenizer(self) -> Path | None:
         """The tokenizer's directory, of token shards that have one."""
-        path = self.data / "tokenizer" if self.data is not None else None
-        return path if path is not None and path.is_dir() and self._sharded else None
-
-    @property
-    def _sharded(self) -> bool:
-        return self.data is not None and (self.data / "data.json").exists()
+        return next((path / "tokenizer" for path in self.shards if (path / "tokenizer").is_dir()), None)
 
     def build(self, seed: int) -> Task:
         from plait.data.packed import Packed, Part
         from plait.data.spaced_retrieval import SpacedRetrieval
         from plait.data.text import ByteText
 
-        if self.data is not None and self._sharded:
-            part = Part(path=self.data)
-            return Packed(parts=(part,), length=self.length, batch_size=self.batch_size, seed=seed)
+        if self.shards:
+            sources = self.sources or ((self.shards[0], 1, 1.0),)
+            return Packed(
+                parts=tuple(Part(path=path, min_tokens=least, weight=weight) for path, least, weight in sources),
+                length=self.length,
+                batch_size=self.batch_size,
+                seed=seed,
+                document_masks=self.document_masks,
+            )
+        if self.document_masks:
+            raise ValueError("document_masks = true; only what plait data build made has documents to mask")
         if self.data is not None:
             return ByteText(path=self.data, length=self.length, batch_size=self.batch_size, seed=seed)
         return SpacedRetrieval(gaps=self.gaps, gap_weights=self.gap_weights, batch_size=self.batch_size, seed=seed)
