@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from plait import records
+from plait.data import Task
 from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.model import io
 from plait.model.io import load
 from plait.model.lm import LM
 from plait.probes import retrieval_records
 from plait.records import Record
+from plait.spec import Spec
 from plait.train.checkpoint import find_checkpoint
 from plait.train.config import TrainConfig
 from plait.train.held_out import held_out
 from plait.train.loop import Measure, autocast, device_name, train
 from plait.train.settings import DataOptions, RunSettings
+from plait.train.stages import Stage
 
 
 def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress: bool = True) -> LM:
@@ -40,18 +43,47 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
             return retrieval_records(model, task, task.gaps, pairs=config.probe_pairs)
 
         measures.append(Measure(config.probe_every, scores))
+    init = None if settings.init is None else find_model(settings.init)
     return train(
         run,
-        settings.model.spec(task.vocab_size, task.length),
+        _spec(settings, task, init),
         task,
         config,
         settings=settings.to_json(),
         measures=measures,
         branch=find_checkpoint(settings.branch) if settings.branch else None,
+        init=init,
         assets=settings.data.tokenizer,
         device=device,
         progress=progress,
     )
+
+
+def train_stages(
+    run: Path, stages: Sequence[Stage], settings: RunSettings, *, device: str = "cpu", progress: bool = True
+) -> LM:
+    """Train a run in stages, each from the weights of the one before: RUN-STAGE, and the last in `run` itself. What was
+    trained before is not trained again."""
+    model, before = None, settings.init
+    for stage in stages:
+        last = stage is stages[-1]
+        place = run if last else run.with_name(f"{run.name}-{stage.name}")
+        model = train_run(place, stage.apply(settings, init=before), device=device, progress=progress)
+        before = str(place)
+    assert model is not None
+    return model
+
+
+def _spec(settings: RunSettings, task: Task, init: Path | None) -> Spec:
+    if settings.model is not None:
+        return settings.model.spec(task.vocab_size, task.length)
+    assert init is not None
+    spec = io.load_spec(init)
+    if spec.vocab_size < task.vocab_size:
+        raise ValueError(
+            f"init: {init} has vocab_size = {spec.vocab_size}, the data {task.vocab_size}: it has another tokenizer"
+        )
+    return dataclasses.replace(spec, context_length=spec.context_length and max(spec.context_length, task.length))
 
 
 def find_model(where: str) -> Path:

@@ -71,6 +71,7 @@ class TrainConfig:
         max_skips: updates left out in a row before training stops
         clip_from: run directory whose recorded clip coefficients are used instead of this run's own norm
         seed: of weights and data
+        first_batch: number of the batch that the first update takes; a later stage goes on in the data
         objective: ce (cross-entropy), or longce, which weighs a token by what a long context does for it
         longce_context: tokens that a token sees at the least in the short passes of longce
         longce_stride: tokens that one of these passes is for
@@ -105,6 +106,7 @@ class TrainConfig:
     max_skips: int = 10
     clip_from: Path | None = None
     seed: int = 0
+    first_batch: int = 0
     objective: Literal["ce", "longce"] = "ce"
     longce_context: int = 4096
     longce_stride: int = 1024
@@ -137,6 +139,7 @@ class TrainConfig:
             "weight_decay",
             "clip",
             "seed",
+            "first_batch",
         ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be 0 or above")

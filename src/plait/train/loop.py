@@ -28,7 +28,7 @@ from plait.config import select_layers
 from plait.data import IGNORE, Group, Task
 from plait.files import write_json
 from plait.mixers.base import resolve
-from plait.model.io import load
+from plait.model.io import load, load_spec
 from plait.model.lm import LM
 from plait.records import Record
 from plait.scoring import Scores, score_tokens
@@ -70,6 +70,7 @@ def train(
     settings: dict[str, Any],
     measures: Sequence[Measure] = (),
     branch: Path | None = None,
+    init: Path | None = None,
     assets: Path | None = None,
     device: torch.device | str = "cpu",
     progress: bool = True,
@@ -79,10 +80,11 @@ def train(
     settings: everything the run was asked for, as JSON; written to config.json and compared when the run goes on.
     assets: a directory whose tokenizer files go into every checkpoint.
     branch: a checkpoint to start from instead of fresh weights: optimizer, schedule and data go on as they were there.
+    init: a model whose weights a fresh run starts from, of the same shapes; all else is new.
     Raises Interrupted after Ctrl-C or SIGTERM, once all is saved; Diverged if more than config.max_skips updates in a
     row have a loss or gradient that is not finite, or a spike.
     """
-    check(spec, config, device)
+    check(spec, config, device, init)
     clip_of, rates = _recorded_clips(config), config.rates
     with claim(run):
         start = _begin(run, spec, settings, branch)
@@ -90,6 +92,8 @@ def train(
             model = load(start.path, device=device, backend=config.backend)
         else:
             model = LM(spec, seed=config.seed, device=device, backend=config.backend)
+            if init is not None:
+                model.load_state_dict(load(init).state_dict())
         model.train()
         if config.recompute:
             model.recompute = partial(recompute, use_reentrant=False)
@@ -121,7 +125,7 @@ def train(
         with progress_bar(config.steps, done=step, show=progress, label=run.name) as show, stop_signals() as stopped:
             while step < config.steps:
                 freeze(model, config, step)
-                groups = [group.to(device) for group in task.batch(step)]
+                groups = [group.to(device) for group in task.batch(config.first_batch + step)]
                 rows, loss = backward(model, groups, config)
                 norm, clip = clip_gradients(model, config.clip, None if clip_of is None else clip_of[step])
                 taken = guard.takes(loss, norm)
@@ -151,11 +155,16 @@ def train(
         return model
 
 
-def check(spec: Spec, config: TrainConfig, device: torch.device | str = "cpu") -> None:
+def check(spec: Spec, config: TrainConfig, device: torch.device | str = "cpu", init: Path | None = None) -> None:
     """Refuse what cannot be trained before anything is written."""
     if config.backend == "fla":
         resolve("fla", torch.device(device), torch.bfloat16)
-    LM(spec, device="meta", backend=config.backend)
+    here = LM(spec, device="meta", backend=config.backend).state_dict()
+    there = here if init is None else LM(load_spec(init), device="meta").state_dict()
+    for name in sorted(here.keys() | there.keys()):
+        shapes = [tuple(x[name].shape) if name in x else "absent" for x in (there, here)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"init: {name} is {shapes[0]} in {init}, and {shapes[1]} in the model asked for")
     for item in config.freezes:
         select_layers(spec.layers, item.families)
 

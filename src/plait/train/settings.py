@@ -166,27 +166,38 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    model: ModelOptions
+    model: ModelOptions | None
+    """None: that of `init`"""
     data: DataOptions
     train: TrainConfig
     branch: str | None = None
-    """RUN@STEP or checkpoint directory it started from"""
+    """RUN@STEP or checkpoint directory it started from, with its optimizer, its updates and its data"""
+    init: str | None = None
+    """RUN[@STEP], or any model that plait.load takes, whose weights it started from; all else is new"""
+
+    def __post_init__(self):
+        if self.branch is not None and self.init is not None:
+            raise ValueError(f"branch = {self.branch}, init = {self.init}; a run starts from one of them")
+        if self.model is None and self.init is None:
+            ModelOptions()  # says what is missing
 
     def to_json(self) -> dict[str, Any]:
         flat: dict[str, Any] = {}
         for part in (self.model, self.data, self.train):
-            flat |= dataclasses.asdict(part)
-        flat["branch"] = self.branch
+            flat |= {} if part is None else dataclasses.asdict(part)
+        flat |= {"branch": self.branch, "init": self.init}
         return {key: _plain(value) for key, value in flat.items()}
 
     @staticmethod
     def from_json(data: dict[str, Any], where: str = "settings") -> RunSettings:
         """From a flat mapping of option names, as in config.json or on the command line."""
         data = dict(data)
-        parts: dict[str, Any] = {"branch": data.pop("branch", None)}
+        parts: dict[str, Any] = {name: data.pop(name, None) for name in ("branch", "init")}
         for name, cls in (("model", ModelOptions), ("data", DataOptions), ("train", TrainConfig)):
             own = {f.name for f in dataclasses.fields(cls)} & data.keys()
-            parts[name] = from_json(cls, {key: data.pop(key) for key in own}, where)
+            values = {key: data.pop(key) for key in own}
+            inherited = cls is ModelOptions and parts["init"] and all(value is None for value in values.values())
+            parts[name] = None if inherited else from_json(cls, values, where)
         if data:
             raise ValueError(f"{where}: unknown field {next(iter(data))!r}")
         return RunSettings(**parts)

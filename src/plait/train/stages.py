@@ -1,0 +1,117 @@
+"""Training in stages: each is a run of its own that starts from the weights of the one before. No torch.
+
+What a stage sets is its own: a fresh optimizer and schedule, and the data where the stage before left off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.fields import suggest
+from plait.train.settings import RunSettings
+
+EARLY, FULL = "early", "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What differs from a run's settings."""
+
+    name: str
+    train: dict[str, Any]
+    """fields of TrainConfig"""
+    data: dict[str, Any] = field(default_factory=dict)
+    """fields of DataOptions"""
+
+    def apply(self, settings: RunSettings, *, init: str | None) -> RunSettings:
+        train = dataclasses.replace(settings.train, **self.train)
+        data = dataclasses.replace(settings.data, **self.data)
+        return dataclasses.replace(settings, data=data, train=train, init=init)
+
+
+LADDER = {
+    "180M": (120e6, 1200e6, 23, 229, 229),
+    "250M": (280e6, 2800e6, 53, 534, 534),
+    "390M": (480e6, 4800e6, 92, 916, 916),
+    "510M": (720e6, 7200e6, 137, 1373, 1373),
+    "750M": (1070e6, 10650e6, 198, 2032, 2032),
+    "1B": (1600e6, 16000e6, 305, 3052, 3052),
+}
+"""003, table 7: tokens of the two stages, warmups of the two, updates of the second's decay"""
+LENGTH, EARLY_BATCH, FULL_BATCH = 16384, 16, 32
+"""003, table 7"""
+
+
+def bld(
+    early: int,
+    full: int,
+    *,
+    batch_size: int,
+    early_batch_size: int | None = None,
+    length: int | None = None,
+    warmups: tuple[int, int] | None = None,
+    decay: int | None = None,
+    freeze: bool = True,
+) -> tuple[Stage, Stage]:
+    """Better Layer Division (003, section 4): `early` updates with the recurrent blocks frozen whole, then `full` with
+    all of them, optimizer and schedule anew. freeze = False: its vanilla twin, with nothing frozen.
+
+    early: AdamW, linear warmup of 5%, then 1e-4. full: Muon 0.02 on the matrices of blocks, AdamW 1e-3 on the rest,
+    warmup of 10%, 80% constant, 10% cosine to 5%. Rows of the early stage are half of batch_size unless given.
+    """
+    rows = early_batch_size or max(1, batch_size // 2)
+    warmups = warmups or (round(0.05 * early), round(0.1 * full))
+    sizes = {} if length is None else {"length": length}
+    first = {
+        "optimizer": "adamw",
+        "steps": early,
+        "lr": 1e-4,
+        "schedule": "constant",
+        "warmup": warmups[0],
+        "decay": 0,
+        "min_lr": 0.0,
+        "freeze": ("recurrent:0-",) if freeze else (),
+    }
+    second = {
+        "optimizer": "muon",
+        "steps": full,
+        "lr": 1e-3,
+        "muon_lr": 0.02,
+        "schedule": "wsd",
+        "warmup": warmups[1],
+        "decay": max(1, round(0.1 * full)) if decay is None else decay,
+        "decay_shape": "cosine",
+        "min_lr": 0.05 * 1e-3,
+        "freeze": (),
+        "first_batch": -(-early * rows // batch_size),
+    }
+    return (
+        Stage(name=EARLY, train=first, data={**sizes, "batch_size": rows}),
+        Stage(name=FULL, train=second, data={**sizes, "batch_size": batch_size}),
+    )
+
+
+def find_stages(text: str, settings: RunSettings) -> tuple[Stage, ...]:
+    """`003/SIZE/bld` and `003/SIZE/vanilla` as the paper has them; `bld:EARLY` and `vanilla:EARLY` for other sizes:
+    EARLY updates and then settings.train.steps, by the paper's shares."""
+    if match := re.fullmatch(r"(bld|vanilla):([1-9]\d*)", text):
+        steps, rows = settings.train.steps, settings.data.batch_size
+        return bld(int(match[2]), steps, batch_size=rows, freeze=match[1] == "bld")
+    names = {f"003/{size}/{kind}": (size, kind) for size in LADDER for kind in ("bld", "vanilla")}
+    if text not in names:
+        raise ValueError(f"stages = {text!r}; {suggest(text, [*names, 'bld:EARLY', 'vanilla:EARLY'])}")
+    size, kind = names[text]
+    early, full, *warmups, decay = LADDER[size]
+    return bld(
+        round(early / EARLY_BATCH / LENGTH),
+        round(full / FULL_BATCH / LENGTH),
+        batch_size=FULL_BATCH,
+        early_batch_size=EARLY_BATCH,
+        length=LENGTH,
+        warmups=(int(warmups[0]), int(warmups[1])),
+        decay=int(decay),
+        freeze=kind == "bld",
+    )

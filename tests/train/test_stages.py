@@ -1,0 +1,124 @@
+"""Training in stages: Better Layer Division's freezing, resets and budgets, runs that start from another's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait import records
+from plait.model.io import load
+from plait.runs import train_run, train_stages
+from plait.train.checkpoint import checkpoints
+from plait.train.config import TrainConfig
+from plait.train.settings import DataOptions, ModelOptions, RunSettings
+from plait.train.stages import find_stages
+
+SETTINGS = RunSettings(
+    model=ModelOptions(layout="gdn nope", d_model=16, num_layers=2),
+    data=DataOptions(task="spaced-retrieval", gaps=(4, 9), batch_size=8),
+    train=TrainConfig(steps=6, eval_every=0, eval_rows=8, checkpoint_every=3, precision="fp32"),
+)
+
+
+def tensors(path, name="model"):
+    return load_file(checkpoints(path)[-1] / f"{name}.safetensors")
+
+
+def test_bld_freezes_then_starts_afresh_from_the_weights(tmp_path):
+    """Recurrent blocks come out of the early stage bit for bit as they went in; the second stage moves all, with a
+    new optimizer and schedule, where the data were left."""
+    stages = find_stages("bld:5", SETTINGS)
+    train_stages(tmp_path / "x", stages, SETTINGS, progress=False)
+    fresh = load_file(checkpoints(tmp_path / "x-early")[0] / "model.safetensors")
+    early, full = tensors(tmp_path / "x-early"), tensors(tmp_path / "x")
+    for name, value in early.items():
+        assert torch.equal(value, fresh[name]) == name.startswith("layers.0."), name
+        assert not torch.equal(value, full[name]), name
+    first = load_file(checkpoints(tmp_path / "x")[0] / "model.safetensors")
+    assert all(torch.equal(value, early[name]) for name, value in first.items())
+    steps = {key: float(value) for key, value in tensors(tmp_path / "x", "trainer").items() if key.startswith("step.")}
+    assert set(steps.values()) == {6.0}
+    assert not any("momentum" in key for key in tensors(tmp_path / "x-early", "trainer"))
+    assert any("momentum" in key for key in tensors(tmp_path / "x", "trainer"))
+    shown = [
+        row for row in records.read(tmp_path / "x" / "records.jsonl") if row.name == "loss" and row.kind == "train"
+    ]
+    assert [row.step for row in shown] == [1, 2, 3, 4, 5, 6]
+    assert RunSettings.load(tmp_path / "x").train.first_batch == 3  # 5 batches of 4 rows are 2.5 of 8
+
+
+def test_the_vanilla_twin_differs_in_the_freezing_alone():
+    pairs = zip(find_stages("003/180M/bld", SETTINGS), find_stages("003/180M/vanilla", SETTINGS), strict=True)
+    for bld, vanilla in pairs:
+        assert {**bld.train, "freeze": ()} == vanilla.train
+        assert bld.data == vanilla.data
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "warmups", "decay"),
+    [
+        ("180M", (0.12, 1.2), (23, 229), 229),
+        ("250M", (0.28, 2.8), (53, 534), 534),
+        ("390M", (0.48, 4.8), (92, 916), 916),
+        ("510M", (0.72, 7.2), (137, 1373), 1373),
+        ("750M", (1.07, 10.65), (198, 2032), 2032),
+        ("1B", (1.6, 16.0), (305, 3052), 3052),
+    ],
+)
+def test_budgets_of_the_paper(size, tokens, warmups, decay):
+    """003, table 7: billions of tokens, warmups and the last decay, in updates of 16 and 32 rows of 16,384."""
+    stages = find_stages(f"003/{size}/bld", SETTINGS)
+    early, full = (stage.apply(SETTINGS, init=None) for stage in stages)
+    for settings, rows, budget, warmup in zip((early, full), (16, 32), tokens, warmups, strict=True):
+        assert (settings.data.batch_size, settings.data.length) == (rows, 16384)
+        assert settings.train.steps * rows * 16384 == pytest.approx(budget * 1e9, rel=2e-3)
+        assert settings.train.warmup == warmup
+    assert early.train.rates.at(warmups[0]) == early.train.rates.at(early.train.steps - 1) == 1
+    rates, last = full.train.rates, full.train.steps
+    assert full.train.decay == decay
+    assert rates.at(last - decay) == 1 > rates.at(last - decay + 1)
+    assert rates.at(last) == pytest.approx(0.05)
+    assert early.train.freeze == ("recurrent:0-",)
+    assert full.train.freeze == ()
+
+
+def test_stages_go_on_where_they_stopped(tmp_path):
+    """Begun again, what is done is left alone; a stage cut off goes on exactly."""
+    stages = find_stages("bld:4", SETTINGS)
+    train_stages(tmp_path / "whole", stages, SETTINGS, progress=False)
+    early = stages[0].apply(SETTINGS, init=None)
+    train_run(tmp_path / "cut-early", early, progress=False)
+    before = (checkpoints(tmp_path / "cut-early")[-1] / "trainer.json").read_bytes()
+    train_stages(tmp_path / "cut", stages, SETTINGS, progress=False)
+    assert (checkpoints(tmp_path / "cut-early")[-1] / "trainer.json").read_bytes() == before
+    for name in ("model", "trainer"):
+        got, want = tensors(tmp_path / "cut", name), tensors(tmp_path / "whole", name)
+        assert all(torch.equal(got[key], value) for key, value in want.items())
+
+
+def test_a_run_from_the_weights_of_another_takes_its_model_too(tmp_path):
+    train_run(tmp_path / "a", SETTINGS, progress=False)
+    settings = dataclasses.replace(SETTINGS, model=None, init=f"{tmp_path}/a@3")
+    assert RunSettings.from_json(settings.to_json()) == settings
+    train_run(tmp_path / "b", settings, progress=False)
+    start, want = load(checkpoints(tmp_path / "b")[0]), load(f"{tmp_path}/a/checkpoints/step-00000003")
+    assert start.spec == want.spec
+    assert all(torch.equal(value, want.state_dict()[name]) for name, value in start.state_dict().items())
+
+
+def test_refused(tmp_path):
+    train_run(tmp_path / "a", dataclasses.replace(SETTINGS, train=TrainConfig(steps=1, eval_rows=8)), progress=False)
+    other = ModelOptions(layout="gdn nope", d_model=32, num_layers=2)
+    there = r"init: embed.weight is \(\d+, 16\) in .*, and \(\d+, 32\) in the model asked for"
+    with pytest.raises(ValueError, match=there):
+        train_run(tmp_path / "b", dataclasses.replace(SETTINGS, model=other, init=f"{tmp_path}/a"), progress=False)
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(ValueError, match="a run starts from one of them"):
+        dataclasses.replace(SETTINGS, init="a", branch="a@1")
+    with pytest.raises(ValueError, match="stages = '003/180M/blt'; nearest: 003/180M/bld"):
+        find_stages("003/180M/blt", SETTINGS)
+    with pytest.raises(ValueError, match="layout, preset: neither"):
+        RunSettings.from_json({"task": "spaced-retrieval"})
