@@ -29,6 +29,8 @@ class Scores:
     """cross-entropy in nats, at least fp32"""
     correct_N: Tensor
     row_N: Tensor
+    lse_N: Tensor
+    """log-sum-exp of the logits"""
 
     def exact_rows(self, num_rows: int) -> Tensor:
         """Which rows have every target right, [B] bool."""
@@ -46,18 +48,19 @@ def score_tokens(model: LM, tokens_BT: Tensor, targets_BT: Tensor, *, cu_seqlens
     x_ND, target_N = x_BTD[wanted], targets_BT[wanted]
     kept = torch.is_grad_enabled() and len(target_N) * model.spec.vocab_size <= KEPT
     size = len(target_N) if kept else CHUNK
-    losses, correct = [], []
+    found = []
     for x, target in zip(x_ND.split(size), target_N.split(size), strict=True):
         if kept or not torch.is_grad_enabled():
-            loss, right = _score(model, x, target)
+            found.append(_score(model, x, target))
         else:
-            loss, right = checkpoint(_score, model, x, target, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
-        losses.append(loss)
-        correct.append(right)
-    return Scores(torch.cat(losses), torch.cat(correct), wanted.nonzero()[:, 0])
+            found.append(checkpoint(_score, model, x, target, use_reentrant=False))
+    loss_N, correct_N, lse_N = map(torch.cat, zip(*found, strict=True))
+    return Scores(loss_N, correct_N, wanted.nonzero()[:, 0], lse_N)
 
 
-def _score(model: LM, x_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+def _score(model: LM, x_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits_NV = model.logits(x_ND)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(logits_NV, target_N, reduction="none"), logits_NV.argmax(-1) == target_N
+    loss_N = F.cross_entropy(logits_NV, target_N, reduction="none")
+    lse_N = loss_N + logits_NV.gather(-1, target_N[:, None])[:, 0]
+    return loss_N, logits_NV.argmax(-1) == target_N, lse_N

@@ -566,3 +566,43 @@ def test_refused_data(fields, message):
 def test_masks_need_documents():
     with pytest.raises(ValueError, match="document_masks = true"):
         DataOptions(task="spaced-retrieval", document_masks=True).build(0)
+
+
+def test_z_loss_pulls_the_normalizer_to_one():
+    model = LM(SPEC, seed=3).double()
+    groups = TASK.batch(0)
+    _, plain = loop.backward(model, groups, CONFIG)
+    without = model.embed.weight.grad.clone()
+    model.zero_grad()
+    _, loss = loop.backward(model, groups, dataclasses.replace(CONFIG, z_loss=0.1))
+    got = model.embed.weight.grad.clone()
+    model.zero_grad()
+    total = sum(int((group.targets_BT != IGNORE).sum()) for group in groups)
+    for group in groups:
+        logits = model(group.tokens_BT)[group.targets_BT != IGNORE]
+        (0.1 * logits.logsumexp(-1).square().sum() / total).backward()
+    assert loss == plain
+    assert torch.allclose(got - without, model.embed.weight.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_checkpoints_at_chosen_updates(tmp_path):
+    run(tmp_path / "x", dataclasses.replace(CONFIG, checkpoint_every=0, checkpoint_at=(1, 3)))
+    assert [int(path.name[-1]) for path in checkpoints(tmp_path / "x")] == [0, 1, 3, 6]
+
+
+def test_tensorboard_has_the_numbers(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = dataclasses.replace(CONFIG, tensorboard=True)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "x", config, task=StopAt(4))
+    run(tmp_path / "x", config)
+    events = loader.EventAccumulator(str(tmp_path / "x" / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("train/loss/loss")]
+    assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in losses(tmp_path / "x")]
+
+
+def test_tensorboard_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="tensorboard = true; it is not installed"):
+        run(tmp_path / "x", dataclasses.replace(CONFIG, tensorboard=True))
+    assert not (tmp_path / "x").exists()

@@ -73,6 +73,7 @@ class TrainConfig:
         seed: of weights and data
         first_batch: number of the batch that the first update takes; a later stage goes on in the data
         objective: ce (cross-entropy), or longce, which weighs a token by what a long context does for it
+        z_loss: weight of the squared log-sum-exp of the logits in the objective; recorded losses are without it
         longce_context: tokens that a token sees at the least in the short passes of longce
         longce_stride: tokens that one of these passes is for
         micro_batch: rows that go through the model at a time; 0: all of one length
@@ -85,7 +86,9 @@ class TrainConfig:
         eval_rows: held-out rows of each gap, or windows of text, that are measured
         probe_every: updates between layer retrieval scores (spaced-retrieval); 0: never
         probe_pairs: prompt pairs a score is averaged over
+        tensorboard: write every number to runs/NAME/tensorboard too (extra [track])
         checkpoint_every: updates between checkpoints; 0: only at the end
+        checkpoint_at: further updates after which there is one, as 1,2,4,8
         keep: latest checkpoints that stay, besides the one with the lowest held-out loss; 0: all
     """
 
@@ -108,6 +111,7 @@ class TrainConfig:
     seed: int = 0
     first_batch: int = 0
     objective: Literal["ce", "longce"] = "ce"
+    z_loss: float = 0.0
     longce_context: int = 4096
     longce_stride: int = 1024
     micro_batch: int = 0
@@ -119,7 +123,9 @@ class TrainConfig:
     eval_rows: int = 200
     probe_every: int = 0
     probe_pairs: int = 100
+    tensorboard: bool = False
     checkpoint_every: int = 100
+    checkpoint_at: tuple[int, ...] = ()
     keep: int = 0
 
     def __post_init__(self):
@@ -137,6 +143,7 @@ class TrainConfig:
             "max_skips",
             "min_lr",
             "weight_decay",
+            "z_loss",
             "clip",
             "seed",
             "first_batch",

@@ -34,6 +34,7 @@ from plait.records import Record
 from plait.scoring import Scores, score_tokens
 from plait.spec import Spec
 from plait.terminal import progress_bar
+from plait.train.board import Board, writer_class
 from plait.train.checkpoint import Checkpoint, check_settings, claim, last_whole, load_optimizer, prune, save_checkpoint
 from plait.train.config import TrainConfig
 from plait.train.longce import longce_weights
@@ -103,11 +104,14 @@ def train(
         step, tokens, before = (start.step, start.tokens, start.seconds) if start else (0, 0, 0.0)
         origin = records.provenance(spec_hash=spec.hash, device=device_name(device))
         clock, guard, done = time.monotonic(), Guard(config, run), tokens
+        board = Board(run, step) if config.tensorboard else None
 
         def write(rows: Sequence[Record]) -> None:
             now = records.provenance(spec_hash=spec.hash, device=origin["device"])
             stamp = {"step": step, "tokens": tokens, "provenance": now}
             records.append(run / "records.jsonl", [dataclasses.replace(row, **stamp) for row in rows])
+            if board is not None:
+                board.write(rows, step)
 
         def measure(due: Callable[[int], bool]) -> None:
             for item in measures:
@@ -146,7 +150,8 @@ def train(
                 show(step, f"loss {loss:.4f}, {(tokens - done) / (seconds - before):,.0f} tokens/s")
                 last = step == config.steps
                 measure(lambda every: last or (every > 0 and step % every == 0))  # noqa: B023
-                if last or stopped() or (config.checkpoint_every and step % config.checkpoint_every == 0):
+                regular = config.checkpoint_every and step % config.checkpoint_every == 0
+                if last or stopped() or regular or step in config.checkpoint_at:
                     save()
                 if stopped() and not last:
                     raise Interrupted(step)
@@ -159,6 +164,8 @@ def check(spec: Spec, config: TrainConfig, device: torch.device | str = "cpu", i
     """Refuse what cannot be trained before anything is written."""
     if config.backend == "fla":
         resolve("fla", torch.device(device), torch.bfloat16)
+    if config.tensorboard:
+        writer_class()
     here = LM(spec, device="meta", backend=config.backend).state_dict()
     there = here if init is None else LM(load_spec(init), device="meta").state_dict()
     for name in sorted(here.keys() | there.keys()):
@@ -255,7 +262,7 @@ def backward(model: LM, groups: Sequence[Group], config: TrainConfig) -> tuple[l
                 scores = score_tokens(model, piece.tokens_BT, piece.targets_BT, cu_seqlens=piece.cu_seqlens)
                 weight_N = _weights(model, piece, scores, config)
             loss = (scores.loss_N if weight_N is None else weight_N * scores.loss_N).sum() / total
-            loss.backward()
+            (loss + config.z_loss * scores.lse_N.square().sum() / total if config.z_loss else loss).backward()
             losses.append(loss.detach())
             found.append((scores.loss_N.detach(), scores.correct_N))
         if group.axes:
