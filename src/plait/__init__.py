@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plait import cost, records
+    from plait import cost, extend, records
     from plait.layout import parse_layout
     from plait.model.generate import generate
     from plait.model.io import load, save
@@ -32,9 +32,22 @@ _HOMES = {
     "preset": "plait.presets",
     "save": "plait.model.io",
 }
-_MODULES = ("cost", "records")
+_MODULES = ("cost", "extend", "records")
 
-__all__ = ["LM", "Spec", "capture", "cost", "generate", "load", "parse_layout", "patch", "preset", "records", "save"]
+__all__ = [
+    "LM",
+    "Spec",
+    "capture",
+    "cost",
+    "extend",
+    "generate",
+    "load",
+    "parse_layout",
+    "patch",
+    "preset",
+    "records",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:
