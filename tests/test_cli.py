@@ -133,6 +133,98 @@ def test_train_a_preset_and_repeat_it_from_its_config(tmp_path):
     assert main(["train", "--config", str(config), "--runs", str(tmp_path), "--name", "no", "--d-model", "128"]) == 2
 
 
+def losses(run) -> list[tuple[int | None, float | None]]:
+    return [(row.step, row.values["loss"]) for row in records.read(run / "records.jsonl") if row.name == "loss"]
+
+
+def test_flags_override_the_config_wherever_they_stand(tmp_path):
+    assert train(tmp_path, "--lr", "0.02") == 0
+    config = ["--config", str(tmp_path / "x" / "config.json")]
+    common = ["--runs", str(tmp_path), "--name"]
+    assert main(["train", *common, "same", *config]) == 0
+    assert losses(tmp_path / "same") == losses(tmp_path / "x")
+    assert main(["train", *common, "after", *config, "--steps", "2", "--seed", "1"]) == 0
+    assert main(["train", "--steps", "2", "--seed", "1", *common, "before", f"--config={config[1]}"]) == 0
+    assert losses(tmp_path / "before") == losses(tmp_path / "after") != losses(tmp_path / "x")
+    recorded = json.loads((tmp_path / "before" / "config.json").read_text())
+    assert (recorded["steps"], recorded["seed"], recorded["lr"]) == (2, 1, 0.02)
+
+
+def test_weights_of_another_model_and_their_run_repeated(tmp_path):
+    assert train(tmp_path) == 0
+    base = SPACED[len(TINY) :]
+    assert train(tmp_path, "--init", str(tmp_path / "x"), "--batch-size", "4", name="next", base=base) == 0
+    config = tmp_path / "next" / "config.json"
+    assert json.loads(config.read_text())["init"] == str(tmp_path / "x")
+    assert main(["train", "--config", str(config), "--runs", str(tmp_path), "--name", "again"]) == 0
+    file = "checkpoints/step-00000003/model.safetensors"
+    assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "next" / file).read_bytes()
+    first = "checkpoints/step-00000000/model.safetensors"
+    assert (tmp_path / "next" / first).read_bytes() == (tmp_path / "x" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"layout": "gdn", "lrr": 1}', "unknown field 'lrr'; nearest: lr"),
+        ('{"layout": "gdn", "steps": "many"}', "--steps: it must be int; got many"),
+        ('{"layout": "gdn", "freeze": ["gdn"], "task": "spaced-retrieval"}', "freeze = 'gdn'"),
+        ("{", "must be JSON or YAML of options"),
+        ("[1]", "must be JSON or YAML of options"),
+        (None, "File does not exist"),
+    ],
+)
+def test_mistakes_in_a_config_are_one_line_and_code_2(capsys, tmp_path, text, words):
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["train", "--config", str(file), "--runs", str(tmp_path / "runs"), "--name", "x"]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1, err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_tells_and_writes_nothing(capsys, tmp_path):
+    assert train(tmp_path, "--freeze", "gdn:0-2", "--dry-run") == 0
+    out = capsys.readouterr().out
+    for words in ("a dry run; nothing is written", "gdn nope", "blocks of layer 0", "learning rate of AdamW"):
+        assert words in out
+    assert list(tmp_path.iterdir()) == []
+    assert train(tmp_path, "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == 2
+    assert train(tmp_path, "--checkpoint-every", "1") == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    assert train(tmp_path, "--checkpoint-every", "1", "--dry-run") == 0
+    assert "all 3 are done: nothing is left to do" in capsys.readouterr().out
+    assert train(tmp_path, "--branch", f"{tmp_path}/x@1", "--steps", "9", "--dry-run", name="branch") == 0
+    assert "2 to 9; 1 are done" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    rows = [row for row in records.read(tmp_path / "x" / "records.jsonl") if row.name == "loss"]
+    assert train(tmp_path, "--dry-run", "--json", name="y") == 0
+    foretold = json.loads(capsys.readouterr().out)
+    assert foretold["tokens"] == rows[-1].tokens == 3 * foretold["tokens_per_update"]
+
+
+def test_a_dry_run_refuses_what_the_run_refuses(capsys, tmp_path):
+    (tmp_path / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    text = [*TINY, "--data", str(tmp_path / "book.txt"), "--length", "32"]
+    assert train(tmp_path) == 0
+    for options, base in (
+        (["--seed", "1"], SPACED),
+        (["--probe-every", "1"], text),
+        (["--length", "100000"], text),
+        (["--clip-from", str(tmp_path / "nothing")], SPACED),
+        (["--branch", f"{tmp_path}/x@2"], SPACED),
+        (["--branch", f"{tmp_path}/x", "--d-ff", "32", "--name", "y"], SPACED),
+        (["--init", f"{tmp_path}/x", "--d-ff", "32", "--name", "y"], SPACED),
+    ):
+        capsys.readouterr()
+        codes = [train(tmp_path, *options, *dry, base=base) for dry in (["--dry-run"], [])]
+        dry, real = capsys.readouterr().err.splitlines()
+        assert codes == [2, 2] and dry == real
+
+
 def test_a_presets_vocabulary_is_the_datas(tmp_path):
     options = ["--preset", "small/1M", "--task", "spaced-retrieval", "--gaps", "2", "--batch-size", "2", "--steps", "1"]
     assert main(["train", "--runs", str(tmp_path), "--name", "x", *options]) == 0
@@ -173,7 +265,10 @@ BAD = [
     (["train", "--layout", "gdn", "--task", "spaced-retrieval"], "name"),
     (["train", "--name", "x", "--layout", "gdn"], "none is given"),
     (["train", "--name", "x", "--layout", "gdn", "--task", "spaced"], "nearest: spaced-retrieval"),
-    (["train", "--name", "x", "--layout", "gdn", "--task", "spaced-retrieval", "--data", "x"], "task and data are given"),
+    (
+        ["train", "--name", "x", "--layout", "gdn", "--task", "spaced-retrieval", "--data", "x"],
+        "task and data are given",
+    ),
     (["train", "--name", "x", "--layout", "gdn", "--data", "no-such-file"], "no such file or folder"),
     (
         ["train", "--name", "x", *SPACED, "--layout", "heads(3:gla, 1:nope)"],
@@ -193,6 +288,7 @@ BAD = [
     (["bench", "mixer"], "nearest: mixers"),
     (["descibe"], "nearest: describe"),
 ]
+BAD += [([*arguments, "--dry-run"], words) for arguments, words in BAD if arguments[0] == "train"]
 
 
 @pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(arguments)[:60] for arguments, _ in BAD])

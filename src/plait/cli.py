@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import suggest
-from plait.flags import BAD_USAGE, add_options, gather, make_parser, several
+from plait.flags import BAD_USAGE, add_options, config_first, gather, make_parser, several
 from plait.train.config import TrainConfig
 from plait.train.settings import DataOptions, ModelOptions, RunSettings
 
@@ -68,9 +68,11 @@ def train(arguments: Sequence[str]) -> None:
         "train",
         "Train a hybrid in runs/NAME. The same command goes on where an interrupted run stopped.",
         "plait train --name first --layout 'gdn nope' --task spaced-retrieval --gaps 16,192 --steps 300",
-        "--name NAME (--layout LAYOUT | --preset NAME)",
+        "--name NAME (--layout LAYOUT | --preset NAME | --init MODEL | --config FILE)",
     )
-    parser.add_argument("--config", action="config", help="config.json of a run, or any file of these options")
+    parser.add_argument(
+        "--config", action="config", help="a run's config.json, to repeat it, or any file of options; flags override it"
+    )
     parser.add_argument("--name", type=str, required=True, help="the run's name")
     parser.add_argument("--runs", type=str, default="runs", help="folder of runs")
     add_options(parser, ModelOptions, **ModelOptions.SIZES)
@@ -79,21 +81,51 @@ def train(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--branch", type=str | None, help="go on from RUN@STEP or a checkpoint: its optimizer, its data"
     )
+    parser.add_argument("--init", type=str | None, help="begin with the weights of RUN, RUN@STEP or any model, no more")
+    parser.add_argument(
+        "--stages",
+        type=str | None,
+        help="Better Layer Division: bld:EARLY (updates of the early stage in runs/NAME-early, then --steps with all),"
+        " or a size of the paper's, as 003/180M/bld; vanilla:EARLY freezes nothing. They set optimizer and schedule",
+    )
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
-    parser.add_argument("--json", action="store_true", help="print the last measurements as JSON")
-    args = parser.parse_args(arguments)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what the run would cost, and its learning rates; write nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print the last measurements (or the dry run) as JSON")
+    args = parser.parse_args(config_first(arguments))
 
     flat = {key: value for cls in (ModelOptions, DataOptions, TrainConfig) for key, value in gather(cls, args).items()}
-    settings = RunSettings.from_json({**flat, "branch": args.branch}, "options")
-    from plait.runs import last_measurements, train_run
-
+    settings = RunSettings.from_json({**flat, "branch": args.branch, "init": args.init}, "options")
     run = Path(args.runs) / args.name
-    train_run(run, settings, device=_device(args.device))
+    if args.dry_run and args.stages:
+        raise ValueError("stages, dry_run: a dry run is of one stage; leave --stages out")
+    if args.dry_run:
+        _dry_run(run, settings, args.device, args.json)
+        return
+    from plait.runs import last_measurements, train_run, train_stages
+    from plait.train.stages import find_stages
+
+    if args.stages:
+        train_stages(run, find_stages(args.stages, settings), settings, device=_device(args.device))
+    else:
+        train_run(run, settings, device=_device(args.device))
     rows = last_measurements(run)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     else:
-        _show_rows(f"{run} after update {settings.train.steps}", rows)
+        _show_rows(f"{run} after update {rows[0].step if rows else settings.train.steps}", rows)
+
+
+def _dry_run(run: Path, settings: RunSettings, device: str, as_json: bool) -> None:
+    from plait import runs
+    from plait.train.plan import plan_run, show_plan
+
+    device, task = _device(device), settings.data.build(settings.train.seed)
+    init = None if settings.init is None else runs.find_model(settings.init)
+    spec = runs.spec_of(settings, task, init)
+    plan = plan_run(run, settings, spec, task, init=init, device=device)
+    print(json.dumps(plan.to_json(), indent=1)) if as_json else show_plan(plan, str(run))
 
 
 def probe(arguments: Sequence[str]) -> None:

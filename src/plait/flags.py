@@ -7,6 +7,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
@@ -33,6 +34,13 @@ class Parser(ArgumentParser):
         words = re.sub(r"Expected an? <class '(\w+)'>\.", r"it must be \1;", words)
         words = re.sub(r"Expected a typing\.Literal\[(.*?)\]\.", r"it must be one of \1;", words)
         words = words.replace("Got value:", "got").rstrip(".")
+        words = re.sub(
+            r"^(Problems parsing config|Unexpected config): ", "--config: it must be JSON or YAML of options; ", words
+        )
+        if found := re.fullmatch(r"Option '(\S+)' is not accepted", words):  # of a file
+            known = [name.removeprefix("--").replace("-", "_") for name in self._option_string_actions]
+            near = get_close_matches(found[1], known, 1)
+            words = f"--config: unknown field {found[1]!r}" + (f"; nearest: {near[0]}" if near else "")
         print(f"{self.prog}: {words} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(BAD_USAGE)
 
@@ -69,6 +77,17 @@ def add_options(parser: Parser, cls: type, skip: Sequence[str] = (), **shown: An
         else:
             options |= {"type": kind}
         parser.add_argument(f"--{f.name.replace('_', '-')}", **options)
+
+
+def config_first(arguments: Sequence[str]) -> list[str]:
+    """Arguments with --config before the others, which override it wherever they stand."""
+    front, rest, left = [], [], iter(arguments)
+    for argument in left:
+        if argument == "--config":
+            front += [argument, *([value] if (value := next(left, None)) is not None else [])]
+        else:
+            (front if argument.startswith("--config=") else rest).append(argument)
+    return front + rest
 
 
 def several(kind: type) -> Callable[[Any], Any]:

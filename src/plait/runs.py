@@ -46,7 +46,7 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
     init = None if settings.init is None else find_model(settings.init)
     return train(
         run,
-        _spec(settings, task, init),
+        spec_of(settings, task, init),
         task,
         config,
         settings=settings.to_json(),
@@ -74,7 +74,7 @@ def train_stages(
     return model
 
 
-def _spec(settings: RunSettings, task: Task, init: Path | None) -> Spec:
+def spec_of(settings: RunSettings, task: Task, init: Path | None) -> Spec:
     if settings.model is not None:
         return settings.model.spec(task.vocab_size, task.length)
     assert init is not None

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from plait import records
+from plait.cli import main
 from plait.model.io import load
 from plait.runs import train_run, train_stages
 from plait.train.checkpoint import checkpoints
@@ -122,3 +123,13 @@ def test_refused(tmp_path):
         find_stages("003/180M/blt", SETTINGS)
     with pytest.raises(ValueError, match="layout, preset: neither"):
         RunSettings.from_json({"task": "spaced-retrieval"})
+
+
+def test_the_command(tmp_path, capsys):
+    command = ["train", "--name", "x", "--runs", str(tmp_path), "--layout", "gdn nope", "--d-model", "16"]
+    command += ["--task", "spaced-retrieval", "--gaps", "4,9", "--steps", "2", "--eval-rows", "8", "--num-layers", "2"]
+    assert main([*command, "--stages", "vanilla:3"]) == 0
+    assert f"{tmp_path}/x after update 2" in capsys.readouterr().out
+    assert checkpoints(tmp_path / "x-early")[-1].name == "step-00000003"
+    assert main([*command, "--stages", "bld:3", "--dry-run"]) == 2
+    assert "a dry run is of one stage" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def train(
     row have a loss or gradient that is not finite, or a spike.
     """
     check(spec, config, device, init)
-    clip_of, rates = _recorded_clips(config), config.rates
+    clip_of, rates = recorded_clips(config), config.rates
     with claim(run):
         start = _begin(run, spec, settings, branch)
         if start:
@@ -292,7 +292,7 @@ def clip_gradients(model: LM, largest: float, recorded: float | None) -> tuple[f
     return norm, clip
 
 
-def _recorded_clips(config: TrainConfig) -> dict[int, float] | None:
+def recorded_clips(config: TrainConfig) -> dict[int, float] | None:
     """Clip coefficient of every update of another run, by number from 0."""
     if config.clip_from is None:
         return None
