@@ -314,3 +314,10 @@ def test_failures_that_are_nobodys_mistake_are_code_1(capsys, tmp_path, monkeypa
     )
     assert train(tmp_path) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "plait train: disk is full"
+
+
+def test_help_of_a_flag_is_whole(capsys):
+    """Also where the docstring needs a second line."""
+    assert main(["train", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "0: only if it or the loss is not finite (default: 0.0)" in shown

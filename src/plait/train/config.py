@@ -68,7 +68,7 @@ class TrainConfig:
         clip: largest norm of the gradient; 0: no clipping
         spike: gradient norm, in medians of the last 100, above which an update is left out; 0: only if it or the loss
             is not finite
-        max_skips: updates left out in a row before training stops
+        max_skips: updates that may be left out in a row; one more, and training stops
         clip_from: run directory whose recorded clip coefficients are used instead of this run's own norm
         seed: of weights and data
         first_batch: number of the batch that the first update takes; a later stage goes on in the data
