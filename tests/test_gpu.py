@@ -9,6 +9,7 @@ import torch
 
 from plait import records
 from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.mixers.attention import attend_last, attend_naive
 from plait.model.generate import generate, prefill
 from plait.model.lm import LM
 from plait.probes import layer_retrieval_scores
@@ -79,6 +80,20 @@ def test_bf16_stays_near_fp32(layout, tokens):
         logits = wide(tokens.cuda())
     assert torch.isfinite(logits).all()
     assert error(logits, wide(tokens.cuda())) < 0.05
+
+
+@pytest.mark.parametrize(("H", "G", "E"), [(4, 4, 128), (9, 3, 64), (4, 2, 40)])
+@pytest.mark.parametrize("T", [8, 37, 512])
+@torch.no_grad()
+def test_a_further_piece_in_half_precision(H, G, E, T):
+    """On Hopper by cuDNN in two calls, on other GPUs by FlashAttention in one."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((2, T, H, E), (2, 700, G, E), (2, 700, G, E))
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
+    positions = torch.arange(700, device="cuda")[None]
+    expected = attend_naive(q.bfloat16(), k.bfloat16(), v.double(), positions[:, -T:], positions, None, None)
+    got = attend_last(q.bfloat16(), k.bfloat16(), v.bfloat16(), None)
+    assert error(got, expected) < 0.006
 
 
 @torch.no_grad()

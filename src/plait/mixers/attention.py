@@ -108,7 +108,7 @@ def attend_last(q_BTHE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, sink_H: Tensor |
     if sink_H is not None:
         q_BTHE, k_BLGE, v_BLGE = _add_sink(q_BTHE, k_BLGE, v_BLGE, sink_H)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BLGE, v_BLGE))
-    if q_BTHE.is_cuda:
+    if q_BTHE.is_cuda and (learns or not _cudnn_serves(q, k, v)):
         bias, gqa = causal_lower_right(T, k.shape[2]), q.shape[1] != k.shape[1]
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=E**-0.5, enable_gqa=gqa)
     else:
@@ -117,16 +117,31 @@ def attend_last(q_BTHE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, sink_H: Tensor |
 
 
 def _in_two(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, scale: float) -> Tensor:
-    """attend_last on a CPU: all keys before, then the new ones causally, joined by their sums of exponentials."""
+    """attend_last without gradients: all keys before, then the new ones causally, joined by their sums of exponentials.
+
+    On a CPU nothing else avoids a mask. On a GPU cuDNN has no kernel for both, but its two are faster than others' one.
+    """
     (G, L), T = k_BGLE.shape[1:3], q_BHTE.shape[2]
+    (k_past, k_new), (v_past, v_new) = (x.split((L - T, T), 2) for x in (k_BGLE, v_BGLE))
+    if q_BHTE.is_cuda:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        new, lse_new = cudnn(q_BHTE, k_new, v_new, None, True, 0.0, True, False, scale=scale)[:2]
+        past, lse_past = cudnn(q_BHTE, k_past, v_past, None, True, 0.0, False, False, scale=scale)[:2]
+        return past.float().lerp_(new.float(), torch.sigmoid(lse_new - lse_past)).to(new.dtype)
     R = q_BHTE.shape[1] // G
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    (k_past, k_new), (v_past, v_new) = (x.split((L - T, T), 2) for x in (k_BGLE, v_BGLE))
     k_new, v_new = k_new.repeat_interleave(R, 1), v_new.repeat_interleave(R, 1)
     new, lse_new = flash(q_BHTE, k_new, v_new, 0.0, True, scale=scale)
     past, lse_past = flash(q_BHTE.unflatten(1, (G, R)).flatten(2, 3), k_past, v_past, scale=scale)
     share = torch.sigmoid(lse_new - lse_past.reshape(lse_new.shape))
     return torch.lerp(past.reshape(new.shape), new, share[..., None].to(new.dtype))
+
+
+def _cudnn_serves(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor) -> bool:
+    """cuDNN's attention, from Hopper on, where PyTorch prefers it to FlashAttention 2."""
+    cuda = torch.backends.cuda
+    asked = cuda.SDPAParams(q_BHTE, k_BGLE, v_BGLE, None, 0.0, False, True)
+    return torch.cuda.get_device_capability(q_BHTE.device)[0] >= 9 and cuda.can_use_cudnn_attention(asked)
 
 
 def attend_step(q_B1HE, k_SLGE, v_SLGE, count_B1, held: int, sink_H, once: Callable) -> Tensor:

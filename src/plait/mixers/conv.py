@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from plait.mixers.seq import Seq
 
+FEW_TOKENS = 1 << 14
+"""of a batch, up to which a GPU waits for its host: copies cost less than calls of a kernel"""
+
 
 class ShortConv(nn.Module):
     """y_t = sum_j weight[:, W - 1 - j] x_{t - j} + bias within each sequence, then SiLU."""
@@ -30,6 +33,9 @@ class ShortConv(nn.Module):
         """forward of inputs [B, T, *] that stand for channels side by side, on fla's kernel."""
         from plait.mixers.fla import conv_fla
 
+        if len(parts) > 1 and parts[0].shape[:2].numel() <= FEW_TOKENS:
+            y_BTC = conv_fla(torch.cat(parts, -1), self.weight, self.bias, tail_SWC, seq)
+            return list(y_BTC.split([x.shape[-1] for x in parts], -1))
         outs, first = [], 0
         for x in parts:
             own = slice(first, first + x.shape[-1])

@@ -230,8 +230,10 @@ def conv_fla(x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, tail_NWC: 
     from fla.modules.causal_conv1d import causal_conv1d
 
     cu_seqlens, kept_N = _packing(seq)
+    first = seq.max_past == 0  # nothing came before
+    whole = tail_NWC is not None and seq.dense and x_BTC.shape[1] >= tail_NWC.shape[1]  # the next tail is in this piece
     before_NCW = None
-    if tail_NWC is not None:  # fla keeps W inputs, of which the oldest is never read, and channels first
+    if tail_NWC is not None and not first:  # fla keeps W inputs, of which the oldest is never read, and channels first
         before = tail_NWC if kept_N is None else tail_NWC[kept_N]
         before_NCW = F.pad(before.to(x_BTC.dtype).transpose(1, 2), (1, 0))
     y_BTC, after_NCW = causal_conv1d(
@@ -239,16 +241,20 @@ def conv_fla(x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, tail_NWC: 
         weight_CW,
         bias_C,
         initial_state=before_NCW,
-        output_final_state=tail_NWC is not None,
+        output_final_state=tail_NWC is not None and not whole,
         activation="silu",
         cu_seqlens=cu_seqlens,
     )
-    if tail_NWC is not None:
-        after_NWC = after_NCW.detach()[:, :, 1:].transpose(1, 2).to(tail_NWC.dtype)
-        if kept_N is None:
-            tail_NWC.copy_(after_NWC)
-        else:
-            tail_NWC.index_copy_(0, kept_N, after_NWC)
+    if tail_NWC is None:
+        return y_BTC
+    if whole:
+        tail_NWC.copy_(x_BTC[:, -tail_NWC.shape[1] :].detach())
+        return y_BTC
+    after_NWC = after_NCW.detach()[:, :, 1:].transpose(1, 2).to(tail_NWC.dtype)
+    if kept_N is None:
+        tail_NWC.copy_(after_NWC)
+    else:
+        tail_NWC.index_copy_(0, kept_N, after_NWC)
     return y_BTC
 
 

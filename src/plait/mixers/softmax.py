@@ -185,6 +185,9 @@ class SoftmaxAttention(Mixer):
     @staticmethod
     def _fill(k, v, state: KeyValues, seq: Seq) -> None:
         """The first tokens of every sequence into the cache."""
+        if seq.dense and seq.level and k.shape[1] <= state.size:
+            state.append(k, v, 0)
+            return
         if seq.dense:
             state.write(k, v, seq.position_BT)
             return

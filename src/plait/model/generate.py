@@ -17,8 +17,10 @@ from plait.model.cache import Cache
 from plait.model.decode import Decoder, Mode
 from plait.model.lm import LM
 
-PIECE = {"cpu": (2048, 1 << 29), "cuda": (32768, 1 << 32)}
-"""of a prompt: most tokens a row, and about how many bytes its activations may take in one layer"""
+PIECE = {"cpu": 2048, "cuda": 32768}
+"""of a prompt: most tokens a row"""
+CPU_ROOM = 1 << 29
+"""bytes that a piece's activations may take in one layer, about; on a GPU a sixth of its memory"""
 MIN_PIECE = 256
 
 
@@ -85,7 +87,9 @@ def prefill(
 
 def _piece(model: LM, tokens_BT: Tensor) -> int:
     spec = model.spec
-    most, room = PIECE.get(tokens_BT.device.type, PIECE["cpu"])
+    cuda = tokens_BT.is_cuda
+    most = PIECE["cuda" if cuda else "cpu"]
+    room = torch.cuda.get_device_properties(tokens_BT.device).total_memory // 6 if cuda else CPU_ROOM
     width = 8 * spec.d_model + 4 * max(layer.d_ff for layer in spec.layers)
     return min(most, max(MIN_PIECE, room // (len(tokens_BT) * width * model.embed.weight.element_size())))
 
