@@ -249,6 +249,27 @@ def state_bytes(mixer: Mixer, context: int, *, dtype_bytes: int = 2) -> int:
     raise AssertionError(mixer)
 
 
+BF16_FLOPS = {
+    "B200": 2250e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+"""bf16 FLOP/s of dense matrix products, summed in fp32, by the makers' data sheets; by a word of the device's name, the
+first that fits"""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """What MFU (model FLOPs utilization: FLOPs of forward and backward a second, over the peak) is a share of; None for
+    a device that BF16_FLOPS does not have."""
+    return next((flops for name, flops in BF16_FLOPS.items() if name in device_name), None)
+
+
 def full_attention_twin(spec: Spec) -> Spec:
     """The same model with softmax attention over everything in every layer.
 

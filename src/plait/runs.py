@@ -31,13 +31,12 @@ def train_run(run: Path, settings: RunSettings, *, device: str = "cpu", progress
     task = settings.data.build(config.seed)
 
     def losses(model: LM) -> list[Record]:
-        with autocast(torch.device(device), config.precision):
+        with autocast(torch.device(device), config.precision, keep=False):
             return held_out(model, task, rows=config.eval_rows)
 
     measures = [Measure(config.eval_every, losses)]
     if config.probe_every:
-        if not isinstance(task, SpacedRetrieval):
-            raise ValueError(f"probe_every = {config.probe_every}; layer retrieval scores need --task spaced-retrieval")
+        assert isinstance(task, SpacedRetrieval)
 
         def scores(model: LM, task: SpacedRetrieval = task) -> list[Record]:
             return retrieval_records(model, task, task.gaps, pairs=config.probe_pairs)
@@ -76,14 +75,15 @@ def train_stages(
 
 def spec_of(settings: RunSettings, task: Task, init: Path | None) -> Spec:
     if settings.model is not None:
-        return settings.model.spec(task.vocab_size, task.length)
+        return settings.extend.apply(settings.model.spec(task.vocab_size, task.length))
     assert init is not None
     spec = io.load_spec(init)
     if spec.vocab_size < task.vocab_size:
         raise ValueError(
             f"init: {init} has vocab_size = {spec.vocab_size}, the data {task.vocab_size}: it has another tokenizer"
         )
-    return dataclasses.replace(spec, context_length=spec.context_length and max(spec.context_length, task.length))
+    spec = dataclasses.replace(spec, context_length=spec.context_length and max(spec.context_length, task.length))
+    return settings.extend.apply(spec)
 
 
 def find_model(where: str) -> Path:

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from plait.cli import main
-from plait.data.build import BuildOptions, build, claim
+from plait.data.build import BuildOptions, build
 from plait.data.pool import Pool
 from plait.data.shards import Index, TokenShards
 from plait.data.vocabulary import train_tokenizer
+from plait.files import claim
 
 TEXTS = ["one", "zwei — naïve", "三", "four " * 50, "5"]
 

@@ -65,3 +65,17 @@ def test_decay_shrinks_only_what_decays():
     make_optimizer(model, TrainConfig(lr=0.1, weight_decay=0.5)).step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), before[name] * (0.95 if wants_decay(name) else 1.0))
+
+
+def test_the_scale_of_muon_is_the_one_asked_for():
+    """0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns)), of 64 rows and 16 columns."""
+    spec = Spec.from_layout("nope", vocab_size=8, d_model=16, num_layers=1, num_heads=2, d_ff=64)
+    moved = []
+    for scale in ("original", "match_rms_adamw"):
+        model = LM(spec)
+        matrix = model.get_parameter("layers.0.mlp.up.weight")  # 64 x 16
+        before = matrix.detach().clone()
+        model(torch.arange(8)[None]).square().mean().backward()
+        make_optimizer(model, TrainConfig(optimizer="muon", muon_scale=scale, weight_decay=0)).step()
+        moved.append((matrix.detach() - before).norm())
+    torch.testing.assert_close(moved[1] / moved[0], torch.tensor(0.2 * 8 / 2))

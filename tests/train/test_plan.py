@@ -14,6 +14,7 @@ from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.model.lm import LM
 from plait.scoring import score_tokens
 from plait.spec import Spec
+from plait.train import distributed
 from plait.train import plan as planning
 from plait.train.checkpoint import checkpoints
 from plait.train.config import TrainConfig
@@ -134,6 +135,33 @@ def test_pieces_and_the_heads_chunks_bound_activations():
     assert whole.memory.activations == pytest.approx(4 * pieces.memory.activations)
     assert pieces.piece == Shape(rows=1, length=32, targets=32)
     assert (planning.KEPT, planning.CHUNK) == (scoring.KEPT, scoring.CHUNK)
+
+
+def test_memory_of_several_processes(tmp_path):
+    """Each has its share of the rows; with FSDP of weights, gradients and optimizer too, and whole parts in passing."""
+    spec, config = spec_of("gdn nope"), TrainConfig(steps=9, warmup=1, parallel="fsdp")
+    alone = plan(spec, config, BATCH)
+    ddp, fsdp = (plan(spec, config, BATCH, processes=4, sharded=sharded) for sharded in (False, True))
+    assert (ddp.tokens, ddp.flops, fsdp.checkpoint_bytes) == (alone.tokens, alone.flops, alone.checkpoint_bytes)
+    assert ddp.piece == fsdp.piece == Shape(rows=1, length=32, targets=32)
+    assert ddp.memory.activations == fsdp.memory.activations == pytest.approx(alone.memory.activations / 4)
+    assert (ddp.memory.weights, ddp.memory.optimizer) == (alone.memory.weights, alone.memory.optimizer)
+    assert ddp.memory.exchange == alone.memory.gradients > alone.memory.exchange == 0
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(fsdp.memory, name) == getattr(alone.memory, name) // 4
+    whole = plan(spec, config, [[*BATCH[0], *BATCH[0]]], processes=4, sharded=True)  # summed over two groups
+    assert whole.memory.gradients == alone.memory.gradients
+    assert fsdp.memory.exchange > 8 * spec.vocab_size * spec.d_model
+    assert "memory of each of 4 processes, each with 1/4 of the model (fsdp)" in render(fsdp, "x")
+    assert planning.BUCKET == distributed.BUCKET
+
+
+def test_what_is_compiled_is_counted():
+    config = TrainConfig(steps=9, warmup=1, compile=True, micro_batch=3)
+    lengths = [[Shape(rows=rows, length=length, targets=1) for rows, length in ((4, 32), (4, 16), (9, 16))]]
+    text = render(plan(spec_of("gdn nope", num_layers=4), config, lengths), "x")
+    # 3 rows and 1 row, of 32 and of 16, for two kinds
+    assert "compile      8 times: each kind of layer for each length and number of rows" in text
 
 
 def test_a_plan_reads_like_this():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ from safetensors.torch import load_file
 
 from plait import records
 from plait.cli import main
-from plait.model.io import load
+from plait.config import family, leaves
+from plait.extend import window_theta
+from plait.model.io import load, save
+from plait.model.lm import LM
 from plait.runs import train_run, train_stages
 from plait.train.checkpoint import checkpoints
 from plait.train.config import TrainConfig
-from plait.train.settings import DataOptions, ModelOptions, RunSettings
-from plait.train.stages import find_stages
+from plait.train.settings import DataOptions, ExtendOptions, ModelOptions, RunSettings
+from plait.train.stages import Stage, find_stages
 
 SETTINGS = RunSettings(
     model=ModelOptions(layout="gdn nope", d_model=16, num_layers=2),
@@ -133,3 +138,96 @@ def test_the_command(tmp_path, capsys):
     assert checkpoints(tmp_path / "x-early")[-1].name == "step-00000003"
     assert main([*command, "--stages", "bld:3", "--dry-run"]) == 2
     assert "a dry run is of one stage" in capsys.readouterr().err
+
+
+BASE = dataclasses.replace(SETTINGS, data=DataOptions(data=Path("x")), init="x")
+
+
+def test_continual_pretraining_has_the_numbers_of_the_paper():
+    """001, table 2: 5B tokens in rows of 32k, 0.5M a batch, 1B of warmup, cosine to 0, AdamW at 1e-3 without decay."""
+    (stage,) = find_stages("001/cpt", BASE)
+    found = stage.apply(BASE, init=BASE.init)
+    tokens = found.data.batch_size * found.data.length
+    assert (found.data.length, found.init) == (32768, "x")
+    assert tokens == pytest.approx(0.5e6, rel=0.05)
+    assert found.train.steps * tokens == pytest.approx(5e9, rel=1e-3)
+    assert found.train.warmup * tokens == pytest.approx(1e9, rel=1e-3)
+    assert (found.train.optimizer, found.train.lr, found.train.weight_decay) == ("adamw", 1e-3, 0)
+    rates = found.train.rates
+    assert (rates.shape, rates.at(found.train.warmup), rates.at(found.train.steps)) == ("cosine", 1, 0)
+
+
+def test_the_32k_extension_has_the_numbers_of_the_paper():
+    """000, table 8, last row: 4,769 updates of 32 rows, linear from 9.766e-5 to 0, Muon, weight decay 0.1, clip 1."""
+    (stage,) = find_stages("000/32k", BASE)
+    found = stage.apply(BASE, init=BASE.init)
+    assert (found.data.length, found.data.batch_size, found.train.steps) == (32768, 32, 4769)
+    assert (found.train.optimizer, found.train.lr, found.train.muon_lr) == ("muon", 9.766e-5, 9.766e-5)
+    assert (found.train.weight_decay, found.train.clip) == (0.1, 1)
+    rates = found.train.rates
+    assert (rates.shape, rates.warmup, rates.decay) == ("linear", 0, 4769)
+    assert (rates.at(0), rates.at(4769)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "bases"),
+    [
+        ("001/cpt", "3*full nope", {"full": 5e5}),
+        ("001/cpt", "3*swa[window=128] full", {"swa": 1e4, "full": 5e5}),
+        ("001/cpt", "heads(1:full, 1:gdn[rope_theta=10000])", {"full": 5e5, "gdn": 1e4}),
+        ("001/cpt", "3*gdn nope", {}),
+        ("000/32k", "swa[window=128] nope", {"swa": 5e5}),
+        ("000/32k", "gdn full", {"full": 5e5}),
+    ],
+)
+def test_rope_bases_of_the_presets(name, layout, bases):
+    """001 raises that of full attention alone; 000 the model's."""
+    (stage,) = find_stages(name, BASE)
+    spec = ModelOptions(layout=layout, num_layers=4, num_heads=2).spec(99)
+    found = stage.apply(BASE, init="x").extend.apply(spec)
+    mixers = [leaf for layer in found.layers for leaf in leaves(layer.mixer)]
+    assert {family(leaf): leaf.rope_theta for leaf in mixers if leaf.rope_theta is not None} == bases
+
+
+def test_a_model_made_longer(tmp_path):
+    """The stage's changes to the Spec are made once, recorded, and the same when the run is begun again."""
+    settings = dataclasses.replace(SETTINGS, model=ModelOptions(layout="swa[window=8] full", d_model=16, num_layers=2))
+    train_run(tmp_path / "a", settings, progress=False)
+    options = {"extend_theta": ("full=500000",), "extend_window": 16}
+    stage = Stage(name="long", train={"steps": 2}, extend=options)
+    settings = dataclasses.replace(settings, model=None, init=str(tmp_path / "a"))
+    for _ in range(2):
+        model = train_stages(tmp_path / "b", [stage], settings, progress=False)
+    swa, full = (layer.mixer for layer in model.spec.layers)
+    assert (swa.window_size, swa.rope_theta, full.rope_theta) == (16, window_theta(1e4, 8, 16), 5e5)
+    assert RunSettings.load(tmp_path / "b").extend == ExtendOptions(**options)
+    want = tensors(tmp_path / "a")
+    first = load_file(checkpoints(tmp_path / "b")[0] / "model.safetensors")
+    assert all(torch.equal(value, want[name]) for name, value in first.items())
+
+
+def test_presets_that_go_on_need_a_model():
+    with pytest.raises(ValueError, match="stages = 001/cpt; it goes on with a trained model: give --init MODEL"):
+        find_stages("001/cpt", SETTINGS)
+
+
+def test_a_dry_run_of_a_stage_that_goes_on(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("text " * 140_000)
+    save(LM(ModelOptions(layout="swa[window=16] full", d_model=16, num_layers=2).spec(256)), tmp_path / "model")
+    command = [
+        "train",
+        "--name",
+        "b",
+        "--runs",
+        str(tmp_path),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--dry-run",
+        "--json",
+    ]
+    command += ["--init", str(tmp_path / "model"), "--stages", "001/cpt", "--processes", "4", "--parallel", "fsdp"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], found["lengths"], found["piece"]["rows"]) == (9537, [32768], 4)
+    assert (found["processes"], found["sharded"]) == (4, True)
+    assert not (tmp_path / "b").exists()

@@ -19,11 +19,12 @@ from plait import records, scoring
 from plait.data import IGNORE
 from plait.data.packed import Packed, Part
 from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.files import claim
 from plait.model.lm import LM
 from plait.scoring import score_tokens
 from plait.spec import Spec
 from plait.train import loop
-from plait.train.checkpoint import checkpoints, claim, find_checkpoint
+from plait.train.checkpoint import checkpoints, find_checkpoint
 from plait.train.config import Freeze, TrainConfig
 from plait.train.held_out import held_out
 from plait.train.loop import Diverged, Guard, Interrupted, Measure, train
@@ -454,8 +455,8 @@ class Poisoned:
     def __init__(self, steps: set[int], start: int = 0):
         self.steps, self.step, self.backward = steps, start, loop.backward
 
-    def __call__(self, model, groups, config):
-        rows, loss = self.backward(model, groups, config)
+    def __call__(self, model, groups, config, world):
+        rows, loss = self.backward(model, groups, config, world)
         self.step += 1
         if self.step in self.steps:
             model.embed.weight.grad[0, 0] = float("nan")

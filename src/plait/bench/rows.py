@@ -118,6 +118,7 @@ COLUMNS = {
     "seconds": "seconds",
     "us_per_token": "us/token",
     "tokens_per_s": "tokens/s",
+    "mfu_percent": "MFU %",
     "ratio": "x plait",
     "ratio_compiled": "x compiled",
     "bar": "bar",

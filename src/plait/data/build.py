@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from plait.data.pool import Pool, in_memory
 from plait.data.shards import BYTES, INDEX, SPLITS, Index, Shard, digest, dtype_of
 from plait.data.sources import HUB, Reader, Reading
 from plait.data.vocabulary import Vocabulary
-from plait.files import read_json, write_json
+from plait.files import claim, read_json, write_json
 from plait.terminal import progress_bar
 
 MANIFEST = "manifest.jsonl"
@@ -159,7 +158,7 @@ def build(
         folder = Path(stack.enter_context(vocabularies.scratch()))
         vocabulary = vocabularies.prepare(options.tokenizer, options.eos, folder)
         settings = {"sources": list(sources), **dataclasses.asdict(options), "tokenizer_sha256": vocabulary.tokenizer}
-        stack.enter_context(claim(out))
+        stack.enter_context(claim(out, "out", "building"))
         if (out / INDEX).exists():
             _check_settings(out, read_json(out / INDEX).get("settings", {}), settings)
             (out / MANIFEST).unlink(missing_ok=True)
@@ -253,18 +252,6 @@ def split_of(data: bytes, seed: int, valid: float) -> str:
     """By the document's text alone: the same text twice is on one side, wherever it stands."""
     hash = hashlib.blake2b(data, digest_size=8, key=seed.to_bytes(8, "little")).digest()
     return "valid" if int.from_bytes(hash, "little") < valid * 2**64 else "train"
-
-
-@contextlib.contextmanager
-def claim(out: Path) -> Iterator[None]:
-    """Own a directory until the block ends or the process dies."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"out {out}: another process is building it") from None
-        yield
 
 
 def _check_place(sources: Sequence[str], out: Path) -> None:

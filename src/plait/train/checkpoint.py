@@ -7,11 +7,8 @@ initial weights are functions of the seed and the step.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,8 @@ from plait.model.foreign import copy_assets
 from plait.model.io import write_model
 from plait.model.lm import LM
 from plait.model.tensors import read_tensors
+from plait.train.distributed import ALONE, World, gathered, placed_like
+from plait.train.settings import defaults
 
 
 @dataclass(frozen=True)
@@ -54,21 +53,32 @@ def save_checkpoint(
     tokens: int,
     seconds: float,
     *,
+    world: World = ALONE,
     assets: Path | None = None,
 ) -> Path:
-    """Complete or absent. assets: a directory whose tokenizer files go along."""
+    """Complete or absent; all ranks call it, rank 0 writes. assets: a directory whose tokenizer files go along."""
     path = run / "checkpoints" / f"step-{step:08d}"
-    tensors = {
-        f"{key}.{name}": value.detach().cpu().contiguous()
+    states = {
+        f"{key}.{name}": value
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-    with new_directory(path) as directory:
-        write_model(model, directory)
-        if assets is not None:
-            copy_assets(assets, directory)
-        save_file(tensors, directory / "trainer.safetensors")
-        write_json(directory / "trainer.json", {"step": step, "tokens": tokens, "seconds": seconds})
+    tensors, whole_model = gathered(states, keep=world.leads), model
+    if world.sharded:
+        weights = gathered(model.state_dict(), keep=world.leads)
+        whole_model = LM(model.spec, device="meta")
+        if world.leads:
+            whole_model.assign(weights)
+
+    def write() -> None:
+        with new_directory(path) as directory:
+            write_model(whole_model, directory)
+            if assets is not None:
+                copy_assets(assets, directory)
+            save_file(tensors, directory / "trainer.safetensors")
+            write_json(directory / "trainer.json", {"step": step, "tokens": tokens, "seconds": seconds})
+
+    world.first(write)
     return path
 
 
@@ -80,7 +90,7 @@ def load_optimizer(checkpoint: Checkpoint, model: LM, optimizer: torch.optim.Opt
         if name not in parameters:
             raise ValueError(f"{checkpoint.path}: optimizer state of {name}, which this model does not have")
         parameter = parameters[name]
-        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+        optimizer.state[parameter][key] = value if key == "step" else placed_like(value, parameter)
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -147,22 +157,11 @@ def find_checkpoint(where: str | Path) -> Path:
     return found[int(step)]
 
 
-@contextlib.contextmanager
-def claim(run: Path) -> Iterator[None]:
-    """Own a run directory until the block ends or the process dies."""
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"run {run}: another process is using it") from None
-        yield
-
-
 def check_settings(run: Path, settings: dict[str, Any]) -> None:
-    """A run continues only with the settings it began with."""
-    old = read_json(run / "config.json")
-    differing = [key for key in sorted(old.keys() | settings.keys()) if old.get(key) != settings.get(key)]
+    """A run continues only with the settings it began with; how processes share its work may change."""
+    old, settings = defaults() | read_json(run / "config.json"), defaults() | settings
+    keys = sorted((old.keys() | settings.keys()) - {"parallel"})
+    differing = [key for key in keys if old.get(key) != settings.get(key)]
     if differing:
         shown = "; ".join(f"{key}: {old.get(key)!r} there, {settings.get(key)!r} now" for key in differing)
         raise ValueError(f"run {run}: it began with other settings ({shown}); use them again, or another --name")

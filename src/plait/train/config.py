@@ -56,7 +56,9 @@ class TrainConfig:
         steps: updates in all; the learning rate's schedule ends with them
         optimizer: adamw, or muon for the matrices of the blocks with AdamW for the rest
         lr: peak learning rate of AdamW
-        muon_lr: peak learning rate of Muon, by the original scale of its updates
+        muon_lr: peak learning rate of Muon
+        muon_scale: of Muon's updates: original, sqrt(max(1, rows / columns)), for rates about 0.02; or match_rms_adamw,
+            0.2 sqrt(max(rows, columns)), for rates as AdamW's
         schedule: of the learning rates after the warmup: cosine, linear, constant, or wsd (stable, then a decay)
         decay: last updates of wsd, over which it falls
         decay_shape: of wsd's fall: linear or cosine
@@ -78,14 +80,19 @@ class TrainConfig:
         longce_stride: tokens that one of these passes is for
         micro_batch: rows that go through the model at a time; 0: all of one length
         recompute: compute each layer again in the backward pass instead of keeping what it needs
+        compile: torch.compile for each layer; every length, and every number of rows, compiles once, which takes up to
+            a minute or two
         precision: auto is bf16 autocast on a GPU and fp32 on the CPU
         backend: what computes recurrences: torch, fla (flash-linear-attention, CUDA only), auto (fla where it is
             there), or naive (token by token, for checks)
+        parallel: how several processes (torchrun) share the work: ddp, each has the whole model; fsdp, each has a part
+            of it; auto: fsdp from a billion parameters
         freeze: what is held still and when, as recurrent:0-250 or gdn.mixer:175-,nope:0-100
         eval_every: updates between measurements of held-out data; 0: only at the end
         eval_rows: held-out rows of each gap, or windows of text, that are measured
         probe_every: updates between layer retrieval scores (spaced-retrieval); 0: never
         probe_pairs: prompt pairs a score is averaged over
+        head_grad_norms: updates between records of the gradient's norm at each head's query projection; 0: never
         tensorboard: write every number to runs/NAME/tensorboard too (extra [track])
         checkpoint_every: updates between checkpoints; 0: only at the end
         checkpoint_at: further updates after which there is one, as 1,2,4,8
@@ -96,6 +103,7 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
     muon_lr: float = 0.02
+    muon_scale: Literal["original", "match_rms_adamw"] = "original"
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     decay: int = 0
     decay_shape: Literal["linear", "cosine"] = "linear"
@@ -116,13 +124,16 @@ class TrainConfig:
     longce_stride: int = 1024
     micro_batch: int = 0
     recompute: bool = False
+    compile: bool = False
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     backend: Literal["naive", "torch", "fla", "auto"] = "torch"
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     freeze: tuple[str, ...] = ()
     eval_every: int = 100
     eval_rows: int = 200
     probe_every: int = 0
     probe_pairs: int = 100
+    head_grad_norms: int = 0
     tensorboard: bool = False
     checkpoint_every: int = 100
     checkpoint_at: tuple[int, ...] = ()
@@ -137,6 +148,7 @@ class TrainConfig:
             "decay",
             "eval_every",
             "probe_every",
+            "head_grad_norms",
             "checkpoint_every",
             "keep",
             "micro_batch",

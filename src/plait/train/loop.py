@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from plait import records
 from plait.config import select_layers
+from plait.cost import total_params
 from plait.data import IGNORE, Group, Task
-from plait.files import write_json
+from plait.files import claim, write_json
 from plait.mixers.base import resolve
 from plait.model.io import load, load_spec
 from plait.model.lm import LM
@@ -35,10 +36,12 @@ from plait.scoring import Scores, score_tokens
 from plait.spec import Spec
 from plait.terminal import progress_bar
 from plait.train.board import Board, writer_class
-from plait.train.checkpoint import Checkpoint, check_settings, claim, last_whole, load_optimizer, prune, save_checkpoint
+from plait.train.checkpoint import Checkpoint, check_settings, last_whole, load_optimizer, prune, save_checkpoint
 from plait.train.config import TrainConfig
+from plait.train.distributed import ALONE, World, abandon, join, whole
 from plait.train.longce import longce_weights
 from plait.train.optimizer import make_optimizer
+from plait.train.watch import Watch, head_grad_norms, note
 from plait.windows import short_losses
 
 
@@ -78,6 +81,8 @@ def train(
 ) -> LM:
     """Train in a run directory, new or begun; returns the model after config.steps updates.
 
+    Under torchrun every process calls this alike; with FSDP, each has its part of the model that is returned.
+
     settings: everything the run was asked for, as JSON; written to config.json and compared when the run goes on.
     assets: a directory whose tokenizer files go into every checkpoint.
     branch: a checkpoint to start from instead of fresh weights: optimizer, schedule and data go on as they were there.
@@ -87,50 +92,73 @@ def train(
     """
     check(spec, config, device, init)
     clip_of, rates = recorded_clips(config), config.rates
-    with claim(run):
-        start = _begin(run, spec, settings, branch)
-        if start:
-            model = load(start.path, device=device, backend=config.backend)
-        else:
-            model = LM(spec, seed=config.seed, device=device, backend=config.backend)
-            if init is not None:
-                model.load_state_dict(load(init).state_dict())
-        model.train()
-        if config.recompute:
-            model.recompute = partial(recompute, use_reentrant=False)
+    world = join(config.parallel, total_params(spec), device)
+    if world.size > 1:
+        world.batch(task, config.first_batch)  # refuses one that is too small
+    device = world.device
+    with contextlib.ExitStack() as held:
+        held.push(abandon)
+
+        def begin() -> Checkpoint | None:
+            held.enter_context(claim(run))
+            return _begin(run, spec, settings, branch)
+
+        start = world.first(begin)
+        place = "cpu" if world.sharded else device  # a device may not hold all of what is sharded
+        model = _model(spec, config, start, init, place)
+        eager: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        if config.compile:
+            from plait.train.compiled import compiled, eager
+
+            held.enter_context(compiled(model))
+        world.shard(model)
         optimizer = make_optimizer(model, config)
         if start:
             load_optimizer(start, model, optimizer)
         step, tokens, before = (start.step, start.tokens, start.seconds) if start else (0, 0, 0.0)
         origin = records.provenance(spec_hash=spec.hash, device=device_name(device))
         clock, guard, done = time.monotonic(), Guard(config, run), tokens
-        board = Board(run, step) if config.tensorboard else None
+        watch = Watch(spec, config, world.device)
+        board = Board(run, step) if config.tensorboard and world.leads else None
 
         def write(rows: Sequence[Record]) -> None:
+            if not world.leads:
+                return
             now = records.provenance(spec_hash=spec.hash, device=origin["device"])
             stamp = {"step": step, "tokens": tokens, "provenance": now}
             records.append(run / "records.jsonl", [dataclasses.replace(row, **stamp) for row in rows])
             if board is not None:
                 board.write(rows, step)
 
+        def measured(item: Measure) -> None:
+            with eager():
+                write(item.measure(model))
+
         def measure(due: Callable[[int], bool]) -> None:
             for item in measures:
-                if due(item.every):
-                    write(item.measure(model))
+                if due(item.every) and world.sharded:  # all take part; else rank 0 alone
+                    measured(item)
+                    world.settle(model)
+                elif due(item.every):
+                    world.first(lambda item=item: measured(item))
 
         def save() -> None:
             seconds = before + time.monotonic() - clock
-            save_checkpoint(run, model, optimizer, step, tokens, seconds, assets=assets)
-            prune(run, config.keep)
+            save_checkpoint(run, model, optimizer, step, tokens, seconds, world=world, assets=assets)
+            world.first(lambda: prune(run, config.keep))
 
         if start is None:
             measure(bool)
             save()
-        with progress_bar(config.steps, done=step, show=progress, label=run.name) as show, stop_signals() as stopped:
+        shown = progress and world.leads
+        with progress_bar(config.steps, done=step, show=shown, label=run.name) as show, stop_signals() as stopped:
             while step < config.steps:
+                watch.start()
                 freeze(model, config, step)
-                groups = [group.to(device) for group in task.batch(config.first_batch + step)]
-                rows, loss = backward(model, groups, config)
+                groups = [group.to(device) for group in world.batch(task, config.first_batch + step)]
+                rows, loss = backward(model, groups, config, world)
+                if config.head_grad_norms and (step + 1) % config.head_grad_norms == 0:
+                    rows += head_grad_norms(model)
                 norm, clip = clip_gradients(model, config.clip, None if clip_of is None else clip_of[step])
                 taken = guard.takes(loss, norm)
                 share = rates.at(step)
@@ -140,20 +168,22 @@ def train(
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 step += 1
-                tokens += sum(group.tokens_BT.numel() for group in groups)
+                tokens += int(world.total([sum(group.tokens_BT.numel() for group in groups)])[0])
                 seconds = before + time.monotonic() - clock
                 values = {"loss": loss, "lr": share * config.lr, "grad_norm": norm, "clip": clip, "seconds": seconds}
+                values |= watch.values(groups)
                 if not taken:
                     values["skipped"] = 1
                 write([Record(kind="train", name="loss", values=values), *rows])
                 guard.stop(step)
-                show(step, f"loss {loss:.4f}, {(tokens - done) / (seconds - before):,.0f} tokens/s")
+                show(step, f"loss {loss:.4f}, {(tokens - done) / (seconds - before):,.0f} tokens/s{note(values)}")
                 last = step == config.steps
                 measure(lambda every: last or (every > 0 and step % every == 0))  # noqa: B023
                 regular = config.checkpoint_every and step % config.checkpoint_every == 0
-                if last or stopped() or regular or step in config.checkpoint_at:
+                stop = world.any(stopped())
+                if last or stop or regular or step in config.checkpoint_at:
                     save()
-                if stopped() and not last:
+                if stop and not last:
                     raise Interrupted(step)
         unfreeze(model)
         model.recompute = None
@@ -174,6 +204,20 @@ def check(spec: Spec, config: TrainConfig, device: torch.device | str = "cpu", i
             raise ValueError(f"init: {name} is {shapes[0]} in {init}, and {shapes[1]} in the model asked for")
     for item in config.freezes:
         select_layers(spec.layers, item.families)
+
+
+def _model(
+    spec: Spec, config: TrainConfig, start: Checkpoint | None, init: Path | None, device: torch.device | str
+) -> LM:
+    if start:
+        model = load(start.path, device=device, backend=config.backend)
+    else:
+        model = LM(spec, seed=config.seed, device=device, backend=config.backend)
+        if init is not None:
+            model.load_state_dict(load(init).state_dict())
+    if config.recompute:
+        model.recompute = partial(recompute, use_reentrant=False)
+    return model.train()
 
 
 def _begin(run: Path, spec: Spec, settings: dict[str, Any], branch: Path | None) -> Checkpoint | None:
@@ -250,42 +294,50 @@ def unfreeze(model: LM) -> None:
         parameter.requires_grad_(True)
 
 
-def backward(model: LM, groups: Sequence[Group], config: TrainConfig) -> tuple[list[Record], float]:
-    """Gradients of the mean loss over all targets of an update, a group at a time; records of the groups, the loss."""
-    total = sum(int((group.targets_BT != IGNORE).sum()) for group in groups)
-    device = groups[0].tokens_BT.device
-    rows, losses = [], []
-    for group in groups:
-        found = []
-        for piece in group.split(config.micro_batch):
-            with autocast(device, config.precision):
+def backward(
+    model: LM, groups: Sequence[Group], config: TrainConfig, world: World = ALONE
+) -> tuple[list[Record], float]:
+    """Gradients of the mean loss over all targets of an update, a group at a time; records of the groups, the loss.
+
+    groups: of this rank. What comes out is of all ranks.
+    """
+    counts = world.total([int((group.targets_BT != IGNORE).sum()) for group in groups])
+    total, device = sum(counts), groups[0].tokens_BT.device
+    pieces = world.pieces(groups, config.micro_batch)
+    losses, left = [], sum(map(len, pieces))
+    sums = torch.zeros(len(groups), 2, dtype=torch.float64, device=device)  # of each group's losses and right answers
+    for i, own in enumerate(pieces):
+        for piece in own:
+            left -= 1
+            world.hold_gradients(model, left > 0)
+            with autocast(device, config.precision, keep=not world.sharded):
                 scores = score_tokens(model, piece.tokens_BT, piece.targets_BT, cu_seqlens=piece.cu_seqlens)
-                weight_N = _weights(model, piece, scores, config)
+                weight_N = _weights(model, piece, scores, config, world)
             loss = (scores.loss_N if weight_N is None else weight_N * scores.loss_N).sum() / total
             (loss + config.z_loss * scores.lse_N.square().sum() / total if config.z_loss else loss).backward()
             losses.append(loss.detach())
-            found.append((scores.loss_N.detach(), scores.correct_N))
-        if group.axes:
-            loss_N, correct_N = map(torch.cat, zip(*found, strict=True))
-            values = {"loss": loss_N.mean().item(), "accuracy": correct_N.float().mean().item()}
-            rows.append(Record(kind="train", name="gap_loss", values=values, axes=group.axes))
-    return rows, torch.stack(losses).sum().item()
+            sums[i] += torch.stack([scores.loss_N.detach().sum(), scores.correct_N.sum()])
+    world.reduce_gradients(model)
+    loss, *found = world.total([torch.stack(losses).sum().item(), *sums.flatten().tolist()])
+    means = zip(groups, counts, found[::2], found[1::2], strict=True)
+    values = [(group, {"loss": a / n, "accuracy": b / n}) for group, n, a, b in means if group.axes]
+    return [Record(kind="train", name="gap_loss", values=row, axes=group.axes) for group, row in values], loss
 
 
-def _weights(model: LM, group: Group, scores: Scores, config: TrainConfig) -> Tensor | None:
+def _weights(model: LM, group: Group, scores: Scores, config: TrainConfig, world: World) -> Tensor | None:
     """LongCE's weight of every target (001, 5.2); None: all weigh the same."""
     if config.objective == "ce":
         return None
     tokens, targets = group.tokens_BT, group.targets_BT
     K, d = config.longce_context, config.longce_stride
-    short_BT = short_losses(model, tokens, targets, K=K, d=d, cu_seqlens=group.cu_seqlens)
+    short_BT = short_losses(model, tokens, targets, K=K, d=d, cu_seqlens=group.cu_seqlens, level=world.level)
     return longce_weights(scores.loss_N, short_BT[targets != IGNORE])
 
 
 def clip_gradients(model: LM, largest: float, recorded: float | None) -> tuple[float, float]:
     """Scale gradients so that their norm is at most `largest`, or by a recorded coefficient; (norm, coefficient)."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients).item()
+    norm = whole(nn.utils.get_total_norm(gradients)).item()
     clip = recorded if recorded is not None else min(1.0, largest / (norm + 1e-6)) if largest else 1.0
     if clip != 1:
         torch._foreach_mul_(gradients, clip)
@@ -305,10 +357,14 @@ def recorded_clips(config: TrainConfig) -> dict[int, float] | None:
     return clips
 
 
-def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
-    """bf16 matrix products over fp32 weights: on a GPU unless told otherwise, on the CPU when asked."""
-    enabled = precision == "bf16" or (precision == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+def autocast(device: torch.device, precision: str, *, keep: bool = True) -> contextlib.AbstractContextManager:
+    """bf16 matrix products over fp32 weights: on a GPU unless told otherwise, on the CPU when asked. keep False: copies
+    of weights in bf16 do not outlive the layer that made them, as all of them would be a model that is not sharded."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=in_bf16(device, precision), cache_enabled=keep)
+
+
+def in_bf16(device: torch.device, precision: str) -> bool:
+    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
 def device_name(device: torch.device | str) -> str:
@@ -318,14 +374,15 @@ def device_name(device: torch.device | str) -> str:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask for a stop after the current update; a second one ends the process."""
+    """Ctrl-C and SIGTERM ask for a stop after the current update; a second Ctrl-C ends the process. A second SIGTERM
+    does not: under Slurm both it and torchrun send one."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
         return
 
     def handle(number, frame):
-        if asked.is_set():
+        if asked.is_set() and number == signal.SIGINT:
             signal.default_int_handler(number, frame)
         asked.set()
 

@@ -31,7 +31,7 @@ def make_optimizer(model: LM, config: TrainConfig) -> torch.optim.Optimizer:
         from plait.train.muon import Muon, muon_groups
 
         rates = {"lr": config.muon_lr, "adamw_lr": config.lr, "weight_decay": config.weight_decay}
-        return Muon(muon_groups(model, **rates), scale="original", betas=betas)
+        return Muon(muon_groups(model, **rates), scale=config.muon_scale, betas=betas)
     names, groups = decayed(model), ([], [])
     for name, parameter in model.named_parameters():
         groups[name not in names].append(parameter)

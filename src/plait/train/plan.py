@@ -28,6 +28,8 @@ KEPT, CHUNK = 2**27, 8192
 """plait.scoring's: logits that are kept for a gradient, and the positions at a time of those that are not"""
 SAMPLES = 32
 """batches that the size of an update is averaged over, where it varies"""
+BUCKET = 2**25
+"""plait.train.distributed's: numbers of gradients that are added up at a time"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,9 @@ class Memory:
     """bf16 copies of matrices under autocast"""
     activations: int
     """a rough estimate, to a factor of about 2, for the torch backend; see activation_bytes"""
+    exchange: int = 0
+    """fp32, of what processes exchange: gradients that are added up; where the model is in parts, whole parameters and
+    gradients of embedding, last norm and head, and of the layer at work, and the parameters of the next one"""
 
     @property
     def total(self) -> int:
@@ -105,7 +110,13 @@ class Plan:
     """what the estimate of activations is for: the largest piece that goes through the model at a time"""
     bf16: bool
     recompute: bool
+    compilations: int
+    """with compile: kinds of layers times shapes of pieces"""
+    processes: int
+    sharded: bool
+    """each process has a part of the model (FSDP)"""
     memory: Memory
+    """of each process"""
     checkpoints: int
     """that are written"""
     checkpoints_kept: int
@@ -131,32 +142,39 @@ def plan(
     done: int = 0,
     fresh: bool = True,
     bf16: bool = False,
+    processes: int = 1,
+    sharded: bool = False,
 ) -> Plan:
     """What config.steps - done updates come to.
 
     batches: groups of one or more updates, as the data has them; all updates are taken to be like these on average.
     fresh: the run begins with new weights, and so with a checkpoint before its first update.
     bf16: under autocast.
+    processes: that share the rows of every batch, and, if `sharded`, weights, gradients and the optimizer's state.
     """
     rates = config.rates
     left, count = max(config.steps - done, 0), len(batches)
     groups = [group for batch in batches for group in batch]
     tokens = sum(group.rows * group.length for group in groups) / count
-    flops = sum(_group_flops(spec, config, group) for group in groups) / count
-    pieces = [dataclasses.replace(group, rows=min(group.rows, config.micro_batch or group.rows)) for group in groups]
-    pieces = [dataclasses.replace(p, targets=g.targets * p.rows // g.rows) for p, g in zip(pieces, groups, strict=True)]
+    flops = sum(group_flops(spec, config, group) for group in groups) / count
+    pieces = [piece for group in groups for piece in _pieces(config, group, processes)]
     piece = max(pieces, key=lambda p: activation_bytes(spec, p, bf16=bf16, recompute=config.recompute))
 
     changes = {0, done, *(x for f in config.freezes for x in (f.start, f.stop) if x and x < config.steps)}
     trained = {step: list(_trained(spec, config, step)) for step in changes}
     ever = {part for step in changes for part in trained[step]}
     optimizer = sum(_state_bytes(config, part) for part in ever)
+    shares = processes if sharded else 1
+    cut = any(0 < config.micro_batch < -(-group.rows // processes) for group in groups)
+    summed = len(groups) > count or cut  # gradients, over pieces before they are exchanged, each process its own
+    gradients = 4 * max(sum(part.params for part in parts) for parts in trained.values())
     memory = Memory(
-        weights=4 * total_params(spec),
-        gradients=4 * max(sum(part.params for part in parts) for parts in trained.values()),
-        optimizer=optimizer,
+        weights=4 * total_params(spec) // shares,
+        gradients=gradients if summed else gradients // shares,
+        optimizer=optimizer // shares,
         casts=2 * sum(part.matrices for part in _parts(spec)) if bf16 else 0,
         activations=activation_bytes(spec, piece, bf16=bf16, recompute=config.recompute),
+        exchange=_exchanged(spec, sharded) if processes > 1 else 0,
     )
     every = config.checkpoint_every
     regular = range(every, config.steps, every) if every else ()
@@ -181,10 +199,13 @@ def plan(
         piece=piece,
         bf16=bf16,
         recompute=config.recompute,
+        compilations=len(set(spec.layers)) * len({(p.rows, p.length) for p in pieces}) if config.compile else 0,
+        processes=processes,
+        sharded=sharded,
         memory=memory,
         checkpoints=written,
         checkpoints_kept=min(written, config.keep + 1) if config.keep else written,
-        checkpoint_bytes=memory.weights + optimizer,
+        checkpoint_bytes=4 * total_params(spec) + optimizer,
         freezes=tuple(_held(spec, config)),
         schedule=config.schedule,
         rates=rates,
@@ -192,8 +213,29 @@ def plan(
     )
 
 
+def _pieces(config: TrainConfig, group: Shape, processes: int) -> Iterator[Shape]:
+    """What goes through the model of one process at a time, each kind once."""
+    own = -(-group.rows // processes)
+    most = min(own, config.micro_batch or own)
+    for rows in filter(None, (most, own % most)):
+        yield dataclasses.replace(group, rows=rows, targets=group.targets * rows // group.rows)
+
+
+def _exchanged(spec: Spec, sharded: bool) -> int:
+    blocks = [layer_params(layer, spec.d_model) for layer in spec.layers]
+    outside = total_params(spec) - sum(blocks)
+    return 8 * outside + 12 * max(blocks) if sharded else 4 * min(BUCKET, total_params(spec))
+
+
 def plan_run(
-    run: Path, settings: RunSettings, spec: Spec, task: Task, *, init: Path | None, device: torch.device | str
+    run: Path,
+    settings: RunSettings,
+    spec: Spec,
+    task: Task,
+    *,
+    init: Path | None,
+    device: torch.device | str,
+    processes: int = 1,
 ) -> Plan:
     """The plan of a run directory, new or begun, with its data at hand; nothing is written.
 
@@ -202,13 +244,11 @@ def plan_run(
     import torch
 
     from plait.data import IGNORE
-    from plait.data.spaced_retrieval import SpacedRetrieval
     from plait.train import loop
     from plait.train.checkpoint import Checkpoint, check_settings, find_checkpoint, last_whole
+    from plait.train.distributed import shards
 
     config, branch = settings.train, find_checkpoint(settings.branch) if settings.branch else None
-    if config.probe_every and not isinstance(task, SpacedRetrieval):
-        raise ValueError(f"probe_every = {config.probe_every}; layer retrieval scores need --task spaced-retrieval")
     loop.check(spec, config, device, init)
     loop.recorded_clips(config)
     start = Checkpoint.read(branch) if branch else None
@@ -225,8 +265,10 @@ def plan_run(
         batches.append([Shape(rows=rows, length=length, targets=targets) for rows, length, targets in shapes])
         if not any(group.axes for group in found) or done + step + 1 >= config.steps:
             break  # rows of one kind: all batches are alike
-    autocast = config.precision == "bf16" or (config.precision == "auto" and torch.device(device).type == "cuda")
-    return plan(spec, config, batches, done=done, fresh=start is None, bf16=autocast)
+    autocast = loop.in_bf16(torch.device(device), config.precision)
+    sharded = shards(config.parallel, processes, total_params(spec))
+    begun = {"done": done, "fresh": start is None}
+    return plan(spec, config, batches, **begun, bf16=autocast, processes=processes, sharded=sharded)
 
 
 @dataclass(frozen=True)
@@ -282,7 +324,7 @@ def _held(spec: Spec, config: TrainConfig) -> Iterator[Held]:
         yield Held(text=text, scope=item.scope, layers=layers, params=params, first=item.start + 1, last=item.stop)
 
 
-def _group_flops(spec: Spec, config: TrainConfig, group: Shape) -> float:
+def group_flops(spec: Spec, config: TrainConfig, group: Shape) -> float:
     """Forward and backward; with LongCE also its short passes, forward alone."""
     flops = 3 * cost(spec, group.length).flops_per_token * group.rows * group.length
     K, d = config.longce_context, config.longce_stride
@@ -350,6 +392,7 @@ def render(plan: Plan, title: str) -> str:
         f" {about}{_si(plan.flops)} in all",
         f"checkpoints  {plan.checkpoints}{_kept(plan)}; the last is {_size(plan.checkpoint_bytes)}:"
         " weights and optimizer",
+        *_compiled(plan),
         "",
         *_memory(plan),
         "",
@@ -362,6 +405,11 @@ def _kept(plan: Plan) -> str:
     size = _size(plan.checkpoint_bytes * plan.checkpoints_kept)
     kept = f", of which {plan.checkpoints_kept} stay" if plan.checkpoints_kept < plan.checkpoints else ""
     return f"{kept}, up to {size} on disk"
+
+
+def _compiled(plan: Plan) -> Iterator[str]:
+    if plan.compilations:
+        yield f"compile      {plan.compilations} times: each kind of layer for each length and number of rows"
 
 
 def _freezes(plan: Plan) -> Iterator[str]:
@@ -393,15 +441,18 @@ def _memory(plan: Plan) -> Iterator[str]:
         kind = "fp32; Muon: one number a parameter in matrices of blocks; AdamW: two"
     kept = "one layer, inputs of all, logits" if plan.recompute else "all layers and logits"
     rough = f"rough (half to twice): {kept}; {piece.rows} x {piece.length} tokens at once"
+    exchange = "fp32: embedding and head whole, two layers, gradients" if plan.sharded else "fp32, gradients"
     rows = [
         ("weights", memory.weights, "fp32"),
         ("gradients", memory.gradients, "fp32, at the update with the most trained parameters"),
         ("optimizer", memory.optimizer, kind),
         ("bf16 copies", memory.casts, "of matrices, under autocast"),
         ("activations", memory.activations, rough),
+        ("exchange", memory.exchange, exchange),
         ("in all", memory.total, "without what single operations need while they run"),
     ]
-    yield "memory of one process"
+    share = f", each with 1/{plan.processes} of the model (fsdp)" if plan.sharded else " (ddp)"
+    yield f"memory of each of {plan.processes} processes{share}" if plan.processes > 1 else "memory of one process"
     for name, value, note in rows:
         if value:
             yield f"  {name:12} {_size(value):>9}  {note}"

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from plait.config import suggest
+from plait import extend
+from plait.config import family, leaves, suggest
 from plait.config_json import from_json
 from plait.files import read_json
 from plait.presets import preset
 from plait.spec import Spec
+from plait.syntax import NAMES
 from plait.train.config import TrainConfig
+from plait.train.schedule import updates
 
 if TYPE_CHECKING:
     from plait.data import Task
 
 TASKS = ("spaced-retrieval",)
+IN_TOKENS = {"tokens": "steps", "warmup_tokens": "warmup", "decay_tokens": "decay"}
+"""what may be told in tokens instead of updates"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +149,14 @@ class DataOptions:
         """The tokenizer's directory, of token shards that have one."""
         return next((path / "tokenizer" for path in self.shards if (path / "tokenizer").is_dir()), None)
 
+    def updates(self, field: str, tokens: float) -> int:
+        """Updates that see so many tokens; field: what was told in tokens."""
+        if self.task is not None:
+            raise ValueError(f"{field} = {tokens:g}; rows of {self.task} differ in length: give {IN_TOKENS[field]}")
+        if not 0 < tokens < math.inf:
+            raise ValueError(f"{field} = {tokens:g}; it must be above 0")
+        return updates(tokens, self.batch_size * self.length)
+
     def build(self, seed: int) -> Task:
         from plait.data.packed import Packed, Part
         from plait.data.spaced_retrieval import SpacedRetrieval
@@ -165,11 +179,54 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtendOptions:
+    """What plait.extend changes in the model before it is trained; its context_length follows the data's length.
+
+    Args:
+        extend_theta: another RoPE base for all that has RoPE, as 500000, or for families of layers, as full=500000:
+            what has no RoPE stays without
+        extend_window: wider windows, their RoPE base by 001's rule
+        drop_rope: full attention without positions
+    """
+
+    extend_theta: tuple[str, ...] = ()
+    extend_window: int | None = None
+    drop_rope: bool = False
+
+    def __post_init__(self):
+        _ = self.thetas
+
+    @property
+    def thetas(self) -> tuple[tuple[str, float], ...]:
+        """(family, base); family "": all."""
+        found = []
+        for text in self.extend_theta:
+            name, _, base = text.rpartition("=")
+            try:
+                found.append((name, float(base)))
+            except ValueError:
+                raise ValueError(f"extend_theta: {text!r}; write a base, or FAMILY=BASE, as full=500000") from None
+            if name and name not in NAMES:
+                raise ValueError(f"extend_theta: {text!r}; {suggest(name, NAMES)}")
+        return tuple(found)
+
+    def apply(self, spec: Spec) -> Spec:
+        if self.extend_window is not None:
+            spec = extend.window(spec, self.extend_window)
+        for name, base in self.thetas:
+            mixers = (leaf for layer in spec.layers for leaf in leaves(layer.mixer))
+            if not name or any(family(leaf) == name and leaf.rope_theta is not None for leaf in mixers):
+                spec = extend.rope_theta(spec, base, families=[name] if name else None)
+        return extend.drop_rope(spec) if self.drop_rope else spec
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
     model: ModelOptions | None
     """None: that of `init`"""
     data: DataOptions
     train: TrainConfig
+    extend: ExtendOptions = ExtendOptions()
     branch: str | None = None
     """RUN@STEP or checkpoint directory it started from, with its optimizer, its updates and its data"""
     init: str | None = None
@@ -180,20 +237,28 @@ class RunSettings:
             raise ValueError(f"branch = {self.branch}, init = {self.init}; a run starts from one of them")
         if self.model is None and self.init is None:
             ModelOptions()  # says what is missing
+        if self.train.probe_every and self.data.task != "spaced-retrieval":
+            found = f"probe_every = {self.train.probe_every}"
+            raise ValueError(f"{found}; layer retrieval scores need --task spaced-retrieval")
+        if self.train.compile and self.data.document_masks:
+            raise ValueError("compile, document_masks: both are true; documents would compile anew in every update")
 
     def to_json(self) -> dict[str, Any]:
         flat: dict[str, Any] = {}
-        for part in (self.model, self.data, self.train):
+        for part in (self.model, self.data, self.train, self.extend):
             flat |= {} if part is None else dataclasses.asdict(part)
         flat |= {"branch": self.branch, "init": self.init}
         return {key: _plain(value) for key, value in flat.items()}
 
     @staticmethod
     def from_json(data: dict[str, Any], where: str = "settings") -> RunSettings:
-        """From a flat mapping of option names, as in config.json or on the command line."""
+        """From a flat mapping of option names, as in config.json or on the command line, with those of IN_TOKENS."""
         data = dict(data)
+        budgets = {name: value for name in IN_TOKENS if (value := data.pop(name, None)) is not None}
         parts: dict[str, Any] = {name: data.pop(name, None) for name in ("branch", "init")}
-        for name, cls in (("model", ModelOptions), ("data", DataOptions), ("train", TrainConfig)):
+        for name, cls in PARTS.items():
+            if cls is TrainConfig:
+                data |= {IN_TOKENS[field]: parts["data"].updates(field, value) for field, value in budgets.items()}
             own = {f.name for f in dataclasses.fields(cls)} & data.keys()
             values = {key: data.pop(key) for key in own}
             inherited = cls is ModelOptions and parts["init"] and all(value is None for value in values.values())
@@ -205,6 +270,14 @@ class RunSettings:
     @staticmethod
     def load(run: Path) -> RunSettings:
         return RunSettings.from_json(read_json(run / "config.json"), str(run / "config.json"))
+
+
+PARTS = {"model": ModelOptions, "data": DataOptions, "train": TrainConfig, "extend": ExtendOptions}
+
+
+def defaults() -> dict[str, Any]:
+    """Every option as config.json has it where nobody asked for anything, and where it is older than the option."""
+    return {f.name: _plain(f.default) for cls in PARTS.values() for f in dataclasses.fields(cls)}
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.fields import suggest
+from plait.train.schedule import updates
 from plait.train.settings import RunSettings
 
 EARLY, FULL = "early", "full"
@@ -25,11 +26,13 @@ class Stage:
     """fields of TrainConfig"""
     data: dict[str, Any] = field(default_factory=dict)
     """fields of DataOptions"""
+    extend: dict[str, Any] = field(default_factory=dict)
+    """fields of ExtendOptions"""
 
     def apply(self, settings: RunSettings, *, init: str | None) -> RunSettings:
-        train = dataclasses.replace(settings.train, **self.train)
-        data = dataclasses.replace(settings.data, **self.data)
-        return dataclasses.replace(settings, data=data, train=train, init=init)
+        names = ("data", "train", "extend")
+        parts = {name: dataclasses.replace(getattr(settings, name), **getattr(self, name)) for name in names}
+        return dataclasses.replace(settings, **parts, init=init)
 
 
 LADDER = {
@@ -94,15 +97,63 @@ def bld(
     )
 
 
+LONG_BATCH = 16
+"""001, table 2: 0.5M tokens"""
+LONGER = {
+    # 001, section 3.1 and table 2: AdamW without weight decay, 5B tokens of which 1B warm up, cosine to 0
+    "001/cpt": Stage(
+        name="cpt",
+        data={"length": 32768, "batch_size": LONG_BATCH},
+        train={
+            "optimizer": "adamw",
+            "steps": updates(5e9, LONG_BATCH * 32768),
+            "lr": 1e-3,
+            "schedule": "cosine",
+            "warmup": updates(1e9, LONG_BATCH * 32768),
+            "decay": 0,
+            "min_lr": 0.0,
+            "weight_decay": 0.0,
+        },
+        extend={"extend_theta": ("full=500000",)},
+    ),
+    # 000, appendix C and table 8: Muon, linear to 0 from where S5's rate ended. One rate is given, and it is of AdamW's
+    # size: Muon's updates are scaled to match
+    "000/32k": Stage(
+        name="32k",
+        data={"length": 32768, "batch_size": 32},
+        train={
+            "optimizer": "muon",
+            "steps": 4769,
+            "lr": 9.766e-5,
+            "muon_lr": 9.766e-5,
+            "muon_scale": "match_rms_adamw",
+            "schedule": "linear",
+            "warmup": 0,
+            "decay": 0,
+            "min_lr": 0.0,
+            "weight_decay": 0.1,
+            "clip": 1.0,
+        },
+        extend={"extend_theta": ("500000",)},
+    ),
+}
+"""a trained model made longer: what the papers set; model (--init), data and objective are the user's"""
+
+
 def find_stages(text: str, settings: RunSettings) -> tuple[Stage, ...]:
     """`003/SIZE/bld` and `003/SIZE/vanilla` as the paper has them; `bld:EARLY` and `vanilla:EARLY` for other sizes:
-    EARLY updates and then settings.train.steps, by the paper's shares."""
+    EARLY updates and then settings.train.steps, by the paper's shares. `001/cpt` and `000/32k` make the model of
+    settings.init longer."""
+    if text in LONGER:
+        if settings.init is None:
+            raise ValueError(f"stages = {text}; it goes on with a trained model: give --init MODEL")
+        return (LONGER[text],)
     if match := re.fullmatch(r"(bld|vanilla):([1-9]\d*)", text):
         steps, rows = settings.train.steps, settings.data.batch_size
         return bld(int(match[2]), steps, batch_size=rows, freeze=match[1] == "bld")
     names = {f"003/{size}/{kind}": (size, kind) for size in LADDER for kind in ("bld", "vanilla")}
     if text not in names:
-        raise ValueError(f"stages = {text!r}; {suggest(text, [*names, 'bld:EARLY', 'vanilla:EARLY'])}")
+        raise ValueError(f"stages = {text!r}; {suggest(text, [*LONGER, *names, 'bld:EARLY', 'vanilla:EARLY'])}")
     size, kind = names[text]
     early, full, *warmups, decay = LADDER[size]
     return bld(
