@@ -30,13 +30,14 @@ def data_command(arguments: Sequence[str]) -> None:
     parser = make_parser(
         "data",
         "Token shards: memory-mapped files of tokens that training reads. build: make them. train-tokenizer: a"
-        " byte-level BPE first. show: what is in them. Their options: plait data build --help.",
+        " byte-level BPE first. show: what is in them. ruler, babilong: write samples of these benchmarks. Their"
+        " options: plait data build --help.",
         "plait data build books/ --out shards/books --tokenizer bytes",
-        "build|train-tokenizer|show",
+        "build|train-tokenizer|show|ruler|babilong",
     )
-    parser.add_argument("what", type=str, help=", ".join(ACTIONS))
+    parser.add_argument("what", type=str, help=", ".join(ALL))
     args = parser.parse_args(arguments)
-    parser.error(f"unknown action {args.what!r}; {suggest(args.what, ACTIONS)}")
+    parser.error(f"unknown action {args.what!r}; {suggest(args.what, ALL)}")
 
 
 def _build(arguments: Sequence[str]) -> None:
@@ -101,6 +102,8 @@ def _show(arguments: Sequence[str]) -> None:
 
 
 ACTIONS = {"build": _build, "train-tokenizer": _train_tokenizer, "show": _show}
+ALL = (*ACTIONS, "ruler", "babilong")
+"""those of evals too, which plait.cli dispatches"""
 
 
 def _parser(action: str, about: str, example: str, usage: str) -> Parser:

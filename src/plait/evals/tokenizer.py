@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plait.model.tokens import BYTES, Pretrained, load_tokenizer
+from plait.model.tokens import BYTES, Pretrained, Tokenizer, load_tokenizer
+from plait.spec import Spec
 
 
 def harness_tokenizer(path: Path, vocab_size: int) -> tuple[Any, frozenset[int]]:
@@ -16,6 +17,12 @@ def harness_tokenizer(path: Path, vocab_size: int) -> tuple[Any, frozenset[int]]
     if not found.stop_tokens and tokenizer.bos_token_id is None:
         raise ValueError(f"{path}: its tokenizer has neither a bos nor an eos token, one of which begins a bare text")
     return tokenizer, found.stop_tokens
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    """Of a model's directory, or of one that has only a tokenizer's files."""
+    spec = path / "spec.json"
+    return load_tokenizer(path, Spec.load(spec).vocab_size if spec.exists() else 0)
 
 
 def _bytes() -> Any:
