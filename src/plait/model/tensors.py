@@ -44,14 +44,15 @@ def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def read_tensors(directory: Path, stem: str = "model") -> dict[str, Tensor]:
-    """All tensors of stem.safetensors or of the shards its index names."""
+    """All tensors of stem.safetensors or of the shards its index names, copied to memory of PyTorch's own: where a file
+    has them they are not aligned, and the last bits of a product depend on that."""
     index = directory / f"{stem}.safetensors.index.json"
     names = _shard_names(index) if index.exists() else [f"{stem}.safetensors"]
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
             with safe_open(directory / name, framework="pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                tensors |= {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             raise ValueError(f"{directory / name}: no such file") from None
         except (SafetensorError, OSError, json.JSONDecodeError) as error:
