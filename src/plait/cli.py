@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,10 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from plait.config import suggest
+from plait.files import claim
 from plait.flags import BAD_USAGE, add_options, config_first, gather, make_parser, several
 from plait.train.config import TrainConfig
-from plait.train.settings import DataOptions, ModelOptions, RunSettings
+from plait.train.settings import IN_TOKENS, PARTS, DataOptions, ExtendOptions, ModelOptions, RunSettings
 
 OK, FAILED = 0, 1
 
@@ -76,8 +80,12 @@ def train(arguments: Sequence[str]) -> None:
     parser.add_argument("--name", type=str, required=True, help="the run's name")
     parser.add_argument("--runs", type=str, default="runs", help="folder of runs")
     add_options(parser, ModelOptions, **ModelOptions.SIZES)
-    for options in (DataOptions, TrainConfig):
+    for options in (DataOptions, TrainConfig, ExtendOptions):
         add_options(parser, options)
+    for field, instead in IN_TOKENS.items():
+        parser.add_argument(
+            f"--{field.replace('_', '-')}", type=float | None, help=f"tokens, in whole updates, instead of --{instead}"
+        )
     parser.add_argument(
         "--branch", type=str | None, help="go on from RUN@STEP or a checkpoint: its optimizer, its data"
     )
@@ -86,30 +94,40 @@ def train(arguments: Sequence[str]) -> None:
         "--stages",
         type=str | None,
         help="Better Layer Division: bld:EARLY (updates of the early stage in runs/NAME-early, then --steps with all),"
-        " or a size of the paper's, as 003/180M/bld; vanilla:EARLY freezes nothing. They set optimizer and schedule",
+        " or a size of the paper's, as 003/180M/bld; vanilla:EARLY freezes nothing. Or 001/cpt, 000/32k: the model of"
+        " --init trained at 32K, as there. They set optimizer and schedule, and the latter the RoPE base",
     )
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto: a GPU where there is one")
     parser.add_argument(
         "--dry-run", action="store_true", help="print what the run would cost, and its learning rates; write nothing"
     )
+    parser.add_argument(
+        "--processes", type=int | None, help="of a dry run: that torchrun would start (default: as it has, or 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print the last measurements (or the dry run) as JSON")
     args = parser.parse_args(config_first(arguments))
 
-    flat = {key: value for cls in (ModelOptions, DataOptions, TrainConfig) for key, value in gather(cls, args).items()}
-    settings = RunSettings.from_json({**flat, "branch": args.branch, "init": args.init}, "options")
+    flat = {key: value for cls in PARTS.values() for key, value in gather(cls, args).items()}
+    others = {name: getattr(args, name) for name in ("branch", "init", *IN_TOKENS)}
+    settings = RunSettings.from_json({**flat, **others}, "options")
     run = Path(args.runs) / args.name
-    if args.dry_run and args.stages:
-        raise ValueError("stages, dry_run: a dry run is of one stage; leave --stages out")
-    if args.dry_run:
-        _dry_run(run, settings, args.device, args.json)
-        return
-    from plait.runs import last_measurements, train_run, train_stages
     from plait.train.stages import find_stages
 
-    if args.stages:
-        train_stages(run, find_stages(args.stages, settings), settings, device=_device(args.device))
+    stages = find_stages(args.stages, settings) if args.stages else ()
+    if args.dry_run and len(stages) > 1:
+        raise ValueError("stages, dry_run: a dry run is of one stage; leave --stages out")
+    if args.dry_run:
+        settings = stages[0].apply(settings, init=settings.init) if stages else settings
+        _dry_run(run, settings, args)
+        return
+    from plait.runs import last_measurements, train_run, train_stages
+
+    if stages:
+        train_stages(run, stages, settings, device=_device(args.device))
     else:
         train_run(run, settings, device=_device(args.device))
+    if int(os.environ.get("RANK", "0")) > 0:
+        return  # of several processes the first speaks
     rows = last_measurements(run)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
@@ -117,15 +135,20 @@ def train(arguments: Sequence[str]) -> None:
         _show_rows(f"{run} after update {rows[0].step if rows else settings.train.steps}", rows)
 
 
-def _dry_run(run: Path, settings: RunSettings, device: str, as_json: bool) -> None:
+def _dry_run(run: Path, settings: RunSettings, args: Namespace) -> None:
     from plait import runs
     from plait.train.plan import plan_run, show_plan
 
-    device, task = _device(device), settings.data.build(settings.train.seed)
+    if os.environ.get("RANK", "0") != "0":
+        return  # one says it for all
+    device, task = _device(args.device), settings.data.build(settings.train.seed)
     init = None if settings.init is None else runs.find_model(settings.init)
     spec = runs.spec_of(settings, task, init)
-    plan = plan_run(run, settings, spec, task, init=init, device=device)
-    print(json.dumps(plan.to_json(), indent=1)) if as_json else show_plan(plan, str(run))
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if args.processes is None else args.processes
+    if processes < 1:
+        raise ValueError(f"processes = {processes}; it must be at least 1")
+    plan = plan_run(run, settings, spec, task, init=init, device=device, processes=processes)
+    print(json.dumps(plan.to_json(), indent=1)) if args.json else show_plan(plan, str(run))
 
 
 def probe(arguments: Sequence[str]) -> None:
@@ -233,7 +256,7 @@ def generate(arguments: Sequence[str]) -> None:
     print(done.summary(), file=sys.stderr)
 
 
-BENCHMARKS = ("mixers", "decode")
+BENCHMARKS = ("mixers", "decode", "train")
 
 
 def bench(arguments: Sequence[str]) -> None:
@@ -241,14 +264,17 @@ def bench(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] == "decode":
         _bench_decode(arguments[1:])
         return
+    if arguments and arguments[0] == "train":
+        _bench_train(arguments[1:])
+        return
     parser = make_parser(
         "bench",
         "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers. decode: prompts and"
-        " single tokens of whole models; its options: plait bench decode --help.",
+        " single tokens of whole models; train: their updates; their options: plait bench decode --help.",
         "plait bench mixers --case kda,gla --lengths 1024,4096",
         "mixers",
     )
-    parser.add_argument("what", type=str, help="mixers, decode")
+    parser.add_argument("what", type=str, help="mixers, decode, train")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--lengths", type=several(int), help="tokens T (default: those of the project's own bars)")
     parser.add_argument(
@@ -323,6 +349,54 @@ def _bench_decode(arguments: Sequence[str]) -> None:
     print(json.dumps(rows, indent=1)) if args.json else print_rows(rows)
 
 
+def _bench_train(arguments: Sequence[str]) -> None:
+    parser = make_parser(
+        "bench train",
+        "Updates (forward, backward, AdamW) of whole models, plait's beside transformers' and fla's of their shapes.",
+        "plait bench train --models small/3M/RoPE,small/3M/GDN-NoPE-LH --lengths 128,512 --tokens 512",
+    )
+    parser.add_argument(
+        "--models",
+        type=several(str),
+        help="presets (default: RoPE, and SWA, GDN and GLA with NoPE by layers and by heads, of small/3M; on CUDA of"
+        " 001/376M)",
+    )
+    parser.add_argument("--lengths", type=several(int), help="tokens T of a row (default: 128,512; CUDA: 4096,32768)")
+    parser.add_argument("--tokens", type=int | None, help="of an update, in whole rows (default: 512; CUDA: 32768)")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
+    parser.add_argument("--compile", type=str, default="false", help="plait's blocks: false, true or both")
+    parser.add_argument("--backend", type=str | None, help="plait's: torch, fla or auto (default: torch; CUDA: auto)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements each median is of, fewer if slow")
+    parser.add_argument("--without", type=several(str), help="leave out competitors: words of names, as attention,fla")
+    parser.add_argument("--minutes", type=float | None, help="begin no model and length after this time")
+    parser.add_argument("--out", type=str | None, help="file for the rows as JSON, written again after each case")
+    parser.add_argument("--json", action="store_true", help="print JSON, at the end")
+    args = parser.parse_args(arguments)
+
+    from plait.bench.rows import print_rows
+    from plait.bench.train import bench_train
+
+    rows = []
+    for case in bench_train(
+        models=args.models,
+        lengths=args.lengths,
+        tokens=args.tokens,
+        device=_device(args.device),
+        compile=args.compile,
+        backend=args.backend,
+        repeats=args.repeats,
+        without=args.without or (),
+        minutes=args.minutes,
+    ):
+        rows += case
+        if args.out:
+            Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
+        if not args.json:
+            print_rows(case)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+
+
 def export(arguments: Sequence[str]) -> None:
     """Write a model as a checkpoint that transformers loads as one of its own."""
     parser = make_parser(
@@ -353,7 +427,7 @@ def export(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Score models on tasks."""
-    from plait.evals.suites import SUITES, Subject, show_outcomes, write_outcome
+    from plait.evals.suites import SUITES, LmEval, Subject, write_outcome
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--suite", nargs="?", default="lm-eval")
@@ -362,11 +436,15 @@ def evaluate(arguments: Sequence[str]) -> None:
         raise ValueError(f"suite = {name!r}; {suggest(name or '', SUITES)}")
     parser = make_parser(
         "eval",
-        "A table of scores with their standard errors; with --out, also records and a row for every sample.",
-        "plait eval runs/small --suite lm-eval --tasks arc_easy --group 003/CSR-7 --out scores",
+        "A table of scores with their errors or intervals; with --out, also records and a row for every sample. The"
+        " same command goes on where it was stopped. Under torchrun, processes share the samples.",
+        EXAMPLES.get(name, f"plait eval runs/small --suite {name} --out scores"),
         "MODEL [MODEL ...]",
     )
-    parser.add_argument("models", type=str, nargs="+", metavar="MODEL", help="a run, RUN@STEP, a model, or OWNER/NAME")
+    parser.add_argument("models", type=str, nargs="*", metavar="MODEL", help="a run, RUN@STEP, a model, or OWNER/NAME")
+    parser.add_argument(
+        "--opaque", type=several(str), default=(), help="models that transformers runs by its own code, as baselines"
+    )
     parser.add_argument("--suite", type=str, default="lm-eval", help=f"{', '.join(SUITES)}; its options are below")
     add_options(parser, SUITES[name])
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
@@ -378,26 +456,86 @@ def evaluate(arguments: Sequence[str]) -> None:
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in gather(SUITES[name], args).items()}
     suite = SUITES[name](**options)
 
+    if not args.models and not args.opaque:
+        raise ValueError("models: none given; name some, or --opaque ones")
+
+    from plait.evals.ranks import Ranks
+    from plait.evals.show import show_outcomes
     from plait.runs import find_model
 
-    device = _device(args.device)
-    dtype = _dtype(args.dtype, device)
-    subjects = [
-        Subject(name=m, path=find_model(m), device=device, dtype=dtype, backend=args.backend) for m in args.models
-    ]
+    ranks = Ranks.here()
+    if ranks.world > 1 and isinstance(suite, LmEval):
+        raise ValueError(f"suite {name}: it runs in one process, not in {ranks.world}")
+    device = ranks.device(_device(args.device))
+    common: dict[str, Any] = {"device": device, "dtype": _dtype(args.dtype, device), "backend": args.backend}
+    subjects = [Subject(name=m, path=find_model(m), **common) for m in args.models]
+    subjects += [Subject(name=f"{m} (opaque)", path=find_model(m), opaque=True, **common) for m in args.opaque]
     outcomes = []
-    for outcome in suite.run(subjects):
-        outcomes.append(outcome)
-        if args.out:
-            write_outcome(outcome, Path(args.out))
+    out = Path(args.out) if args.out else None
+    with claim(out, "out") if out and ranks.first else contextlib.nullcontext():
+        for outcome in suite.run(subjects, out):
+            outcomes.append(outcome)
+            if out and ranks.first:
+                write_outcome(outcome, out)
+    if not ranks.first:
+        return
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for outcome in outcomes for row in outcome.records], indent=1))
     else:
         show_outcomes(outcomes)
 
 
+EXAMPLES = {
+    "lm-eval": "plait eval runs/small --suite lm-eval --tasks arc_easy --group 003/CSR-7 --out scores",
+    "ppl": "plait eval runs/small --suite ppl --data books.jsonl --length 65536 --beyond true",
+    "longppl": "plait eval runs/small --suite longppl --setting 003 --data reports.jsonl --reference Qwen/Qwen3-8B",
+    "ruler": "plait eval runs/small --opaque OWNER/NAME --suite ruler --lengths 1024,4096 --out scores",
+}
+
+
+def show(arguments: Sequence[str]) -> None:
+    """Print results of evaluations and compare models."""
+    parser = make_parser(
+        "show",
+        "Tables of what plait eval --out wrote. Of several models on one suite, also the differences from the first on"
+        " the samples that both have, with intervals (95%, bootstrap over samples).",
+        "plait show scores/a scores/b",
+        "DIRECTORY [DIRECTORY ...]",
+    )
+    parser.add_argument("folders", type=str, nargs="+", metavar="DIRECTORY", help="folders of results")
+    parser.add_argument(
+        "--chart",
+        type=str | None,
+        help="file of charts to write (.html, .png, .svg, .pdf): models against length, length x task, depth x length",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(arguments)
+
+    from plait.evals.show import results_json, show_folders
+
+    if args.chart:
+        from plait.report.scores import save_charts
+
+        save_charts(args.folders, Path(args.chart))
+    if args.json:
+        print(json.dumps(results_json(args.folders), indent=1))
+        return
+    for problem in show_folders(args.folders):
+        print(problem, file=sys.stderr)
+
+
 def data(arguments: Sequence[str]) -> None:
-    """Turn text into token shards to train on."""
+    """Turn text into token shards to train on; write samples of benchmarks."""
+    if arguments and arguments[0] in ("ruler", "babilong"):
+        from plait.evals.write import write_command
+
+        def find_model(name: str) -> Path:
+            from plait.runs import find_model
+
+            return find_model(name)
+
+        write_command(arguments[0], arguments[1:], find_model)
+        return
     from plait.data.command import data_command
 
     data_command(arguments)
@@ -408,6 +546,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "data": data,
     "train": train,
     "eval": evaluate,
+    "show": show,
     "probe": probe,
     "generate": generate,
     "report": report,

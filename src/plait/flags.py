@@ -60,11 +60,13 @@ def make_parser(command: str, about: str, example: str, needed: str = "") -> Par
 
 
 def add_options(parser: Parser, cls: type, skip: Sequence[str] = (), **shown: Any) -> None:
-    """A flag for every field of an options class; help comes from its docstring. `shown` are defaults to tell where
-    the flag itself, not given, stays None."""
-    described = inspect.cleandoc(cls.__doc__ or "").split("Args:")[-1]
-    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", described, re.MULTILINE)
-    about = {name: " ".join(text.split()) for name, text in found}
+    """A flag for every field of an options class; help comes from its docstring and those of its
+    bases. `shown` are defaults to tell where the flag itself, not given, stays None."""
+    about: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        described = inspect.cleandoc(base.__dict__.get("__doc__") or "").split("Args:")[-1]
+        found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", described, re.MULTILINE)
+        about |= {name: " ".join(text.split()) for name, text in found}
     hints = get_type_hints(cls)
     for f in dataclasses.fields(cls):
         if f.name in skip:

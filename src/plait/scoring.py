@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, N positions with a target, D = d_model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +14,24 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from plait.data import IGNORE
-from plait.model.lm import LM
 
 CHUNK = 8192
 """positions whose logits exist at a time"""
 KEPT = 2**27
 """logits that are kept for a gradient; more are computed again in the backward pass, CHUNK positions at a time"""
+FEWEST = 256
+"""positions at a time, without a gradient, where CHUNK of them would be more than KEPT logits"""
+
+
+class Scored(Protocol):
+    """What predicts tokens: an LM, or what can be asked the same."""
+
+    spec: Any
+    """has the vocab_size"""
+
+    def hidden(self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor: ...
+
+    def logits(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,19 +51,25 @@ class Scores:
         return wrong.index_add(0, self.row_N, (~self.correct_N).float()) == 0
 
 
-def score_tokens(model: LM, tokens_BT: Tensor, targets_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Scores:
+def score_tokens(model: Scored, tokens_BT: Tensor, targets_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Scores:
     """Loss and argmax at every position whose target is not IGNORE. cu_seqlens: as in a Group."""
     if cu_seqlens is None:
         x_BTD = model.hidden(tokens_BT)
     else:
         x_BTD = model.hidden(tokens_BT.reshape(1, -1), cu_seqlens=cu_seqlens).view(*tokens_BT.shape, -1)
-    wanted = targets_BT != IGNORE
+    return score_hidden(model, x_BTD, targets_BT)
+
+
+def score_hidden(model: Scored, x_BTD: Tensor, targets_BT: Tensor) -> Scores:
+    """`score_tokens` of what model.hidden gave."""
+    wanted, V = targets_BT != IGNORE, model.spec.vocab_size
     x_ND, target_N = x_BTD[wanted], targets_BT[wanted]
-    kept = torch.is_grad_enabled() and len(target_N) * model.spec.vocab_size <= KEPT
-    size = len(target_N) if kept else CHUNK
+    grad = torch.is_grad_enabled()
+    kept = grad and len(target_N) * V <= KEPT
+    size = max(1, len(target_N)) if kept else CHUNK if grad else min(CHUNK, max(FEWEST, KEPT // V))
     found = []
     for x, target in zip(x_ND.split(size), target_N.split(size), strict=True):
-        if kept or not torch.is_grad_enabled():
+        if kept or not grad:
             found.append(_score(model, x, target))
         else:
             found.append(checkpoint(_score, model, x, target, use_reentrant=False))
@@ -58,7 +77,7 @@ def score_tokens(model: LM, tokens_BT: Tensor, targets_BT: Tensor, *, cu_seqlens
     return Scores(loss_N, correct_N, wanted.nonzero()[:, 0], lse_N)
 
 
-def _score(model: LM, x_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _score(model: Scored, x_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits_NV = model.logits(x_ND)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     loss_N = F.cross_entropy(logits_NV, target_N, reduction="none")

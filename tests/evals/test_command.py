@@ -35,7 +35,7 @@ def test_without_the_extra(without_harness, tmp_path, capsys):
     ("options", "message"),
     [
         ([], "tasks: none given; name some with --tasks or an average with --group"),
-        (["--suite", "lm_eval"], "suite = 'lm_eval'; nearest: lm-eval; allowed: lm-eval"),
+        (["--suite", "lm_eval"], "suite = 'lm_eval'; nearest: lm-eval; allowed: lm-eval, ppl, "),
         (["--group", "003/CSR"], "group = '003/CSR'; nearest: 003/CSR-7"),
         (["--tasks", "x", "--limit", "0"], "limit = 0; it must be at least 1"),
         (["--tasks", "x", "--num-fewshot", "-1"], "num_fewshot = -1; it must be at least 0"),
@@ -54,3 +54,22 @@ def test_every_suite_tells_its_options(capsys):
     for name in SUITES:
         assert main(["eval", "--suite", name, "--help"]) == 0
         assert "example: plait eval" in capsys.readouterr().out
+
+
+def test_opaque_models_and_several_processes(tmp_path, monkeypatch, capsys):
+    path = model(tmp_path)
+    assert main(["eval", "--tasks", "x"]) == 2
+    assert capsys.readouterr().err == "plait eval: models: none given; name some, or --opaque ones\n"
+    assert main(["eval", "--opaque", path, "--tasks", "x"]) == 2
+    assert "suite lm-eval: it imports its models" in capsys.readouterr().err
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "of nobody"}')
+    assert main(["eval", "--opaque", str(other), "--suite", "ppl", "--data", "README.md"]) == 2
+    assert f"{other}: transformers cannot load it" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["eval", path, "--tasks", "x"]) == 2
+    assert capsys.readouterr().err == "plait eval: suite lm-eval: it runs in one process, not in 2\n"
+    for suite in (["ruler", "--lengths", "32"], ["ppl", "--data", "README.md"]):
+        assert main(["eval", path, "--suite", *suite]) == 2
+        assert "out: none given; several processes (torchrun) need a folder" in capsys.readouterr().err

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from plait import LM, Spec, save
+from plait import LM, Spec, records, save
+from plait.evals.suites import Subject, write_outcome
 
 SENTENCE = "the a red blue dog cat sees finds has no big old bone and then it is was under over . : ? A B"
 WORDS = SENTENCE.split()
@@ -104,3 +109,25 @@ def documents(n: int) -> list[dict]:
         {"text": words(2 + 5 * i % 13), "options": [words(1), words(1), words(1 + i % 3)], "answer": i % 3}
         for i in range(n)
     ]
+
+
+def run_by_two(suite: Any, subject: Subject, out: Path) -> list[records.Record]:
+    """What a suite finds in two processes, which are started as torchrun does."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    fork = multiprocessing.get_context("fork")
+    started = [fork.Process(target=_rank, args=(i, port, suite, subject, out)) for i in range(2)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [0, 0]
+    return records.read(out / "records.jsonl")
+
+
+def _rank(number: int, port: str, suite: Any, subject: Subject, out: Path) -> None:
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for outcome in suite.run([subject], out):
+        if number == 0:
+            write_outcome(outcome, out)

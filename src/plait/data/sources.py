@@ -233,8 +233,8 @@ def no_field(where: str, field: str, fields: Sequence[str]) -> str:
 
 def _parquet(file: Path, options: Reading) -> Iterator[Callable[[], str]]:
     needed("pyarrow", file)
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow  # pyright: ignore[reportMissingImports]
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
 
     try:
         table = pyarrow.parquet.ParquetFile(file)

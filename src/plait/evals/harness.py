@@ -62,7 +62,7 @@ def run_harness(options: LmEval, subjects: Sequence[Subject]) -> Iterator[Outcom
             if options.limit is not None:
                 axes["limit"] = options.limit
             found = _records(results, each, axes, judged.cut_by_task)
-            step = _step(subject.path)
+            step = subject.step
             outcome.records += [dataclasses.replace(r, provenance=origin, step=step) for r in found]
             outcome.samples += [{"model": subject.name, "step": step} | row for row in _samples(results)]
             outcome.notes += _notes(each, judged)
@@ -295,9 +295,3 @@ def _origin(subject: Subject, model: Any) -> dict[str, Any]:
     origin = provenance(spec_hash=model.spec.hash, device=device)
     versions = origin["versions"] | {"lm_eval": importlib.metadata.version("lm_eval")}
     return origin | {"versions": versions, "dtype": str(model.embed.weight.dtype).removeprefix("torch.")}
-
-
-def _step(path: Path) -> int | None:
-    """Of a training run's checkpoint."""
-    number = path.name.removeprefix("step-")
-    return int(number) if path.name.startswith("step-") and number.isdigit() else None

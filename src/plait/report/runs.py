@@ -39,6 +39,7 @@ class Condition(NamedTuple):
 
     task: str | None
     gap: int | None
+    pairs: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +202,9 @@ def condition_labels(conditions: Iterable[Condition]) -> dict[Condition, str]:
 
     def label(condition: Condition) -> str:
         gap = f"gap {condition.gap:,}" if condition.gap is not None else ""
-        task = condition.task if several or not gap else ""
-        return ", ".join(word for word in (task, gap) if word) or "all examples"
+        pairs = f"{condition.pairs:,} pairs" if condition.pairs is not None else ""
+        task = condition.task if several or not (gap or pairs) else ""
+        return ", ".join(word for word in (task, gap, pairs) if word) or "all examples"
 
     return {condition: label(condition) for condition in ordered}
 
@@ -238,12 +240,14 @@ def _conditions(run: Run, rows: Iterable[Record]) -> dict[Condition, list[Record
     """Rows by what they were measured on; where a run has one task, rows that name none are of it."""
     groups: dict[Condition, list[Record]] = {}
     for row in rows:
-        groups.setdefault(Condition(row.axes.get("task") or run.only_task, row.axes.get("gap")), []).append(row)
+        place = Condition(row.axes.get("task") or run.only_task, row.axes.get("gap"), row.axes.get("pairs"))
+        groups.setdefault(place, []).append(row)
     return {condition: groups[condition] for condition in sorted(groups, key=_order)}
 
 
-def _order(condition: Condition) -> tuple[str, int]:
-    return condition.task or "", -1 if condition.gap is None else condition.gap
+def _order(condition: Condition) -> tuple[str, int, int]:
+    gap, pairs = (-1 if size is None else size for size in (condition.gap, condition.pairs))
+    return condition.task or "", gap, pairs
 
 
 def _mean(group: list[Series]) -> Series:

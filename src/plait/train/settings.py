@@ -22,7 +22,7 @@ from plait.train.schedule import updates
 if TYPE_CHECKING:
     from plait.data import Task
 
-TASKS = ("spaced-retrieval",)
+TASKS = ("spaced-retrieval", "mqar")
 IN_TOKENS = {"tokens": "steps", "warmup_tokens": "warmup", "decay_tokens": "decay"}
 """what may be told in tokens instead of updates"""
 
@@ -94,13 +94,15 @@ class DataOptions:
     """What to train on: a synthetic task, text, or a mixture of texts.
 
     Args:
-        task: synthetic task; spaced-retrieval is the only one so far
+        task: synthetic task: spaced-retrieval, or mqar (associative recall)
         data: text file, or folder of them, read as bytes; or what `plait data build` made
         mixture: what plait data build made, PATH[@MIN_TOKENS][=WEIGHT] each, as books@32768=1,web=1: rows by weight, of
             documents with at least so many tokens
         document_masks: documents of one row do not see each other (token shards)
         gaps: spaces between a key and its repetition (spaced-retrieval), as 16,192
         gap_weights: share of examples with each gap (default: equal), as 0.5,0.5
+        pairs: keys and values in a row (mqar), as 4,16,64; rows have 4 tokens for each, at least 64
+        mqar_vocab: tokens that there are (mqar), half of them keys
         length: bytes or tokens of a training window (text)
         batch_size: examples or windows an update
     """
@@ -111,6 +113,8 @@ class DataOptions:
     document_masks: bool = False
     gaps: tuple[int, ...] = (16, 192)
     gap_weights: tuple[float, ...] | None = None
+    pairs: tuple[int, ...] = (4, 16, 64)
+    mqar_vocab: int = 8192
     length: int = 256
     batch_size: int = 32
 
@@ -158,6 +162,7 @@ class DataOptions:
         return updates(tokens, self.batch_size * self.length)
 
     def build(self, seed: int) -> Task:
+        from plait.data.mqar import MQAR
         from plait.data.packed import Packed, Part
         from plait.data.spaced_retrieval import SpacedRetrieval
         from plait.data.text import ByteText
@@ -175,6 +180,8 @@ class DataOptions:
             raise ValueError("document_masks = true; only what plait data build made has documents to mask")
         if self.data is not None:
             return ByteText(path=self.data, length=self.length, batch_size=self.batch_size, seed=seed)
+        if self.task == "mqar":
+            return MQAR(vocab_size=self.mqar_vocab, pairs=self.pairs, batch_size=self.batch_size, seed=seed)
         return SpacedRetrieval(gaps=self.gaps, gap_weights=self.gap_weights, batch_size=self.batch_size, seed=seed)
 
 
