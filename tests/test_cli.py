@@ -223,6 +223,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(capsys, tmp_path):
         codes = [train(tmp_path, *options, *dry, base=base) for dry in (["--dry-run"], [])]
         dry, real = capsys.readouterr().err.splitlines()
         assert codes == [2, 2] and dry == real
+    assert train(tmp_path, "--batch-size", "2", "--processes", "4", "--dry-run", name="y") == 2
+    assert "batch_size = 2; 4 processes train, and each needs a row of every batch" in capsys.readouterr().err
 
 
 def test_a_presets_vocabulary_is_the_datas(tmp_path):

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,10 @@ def train(arguments: Sequence[str]) -> None:
     others = {name: getattr(args, name) for name in ("branch", "init", *IN_TOKENS)}
     settings = RunSettings.from_json({**flat, **others}, "options")
     run = Path(args.runs) / args.name
-    from plait.train.stages import find_stages
+    from plait.train.stages import check_stages, find_stages
 
     stages = find_stages(args.stages, settings) if args.stages else ()
+    check_stages(args.stages, stages, settings)
     if args.dry_run and len(stages) > 1:
         raise ValueError("stages, dry_run: a dry run is of one stage; leave --stages out")
     if args.dry_run:
@@ -256,7 +257,7 @@ def generate(arguments: Sequence[str]) -> None:
     print(done.summary(), file=sys.stderr)
 
 
-BENCHMARKS = ("mixers", "decode", "train")
+BENCHMARKS = ("mixers", "decode", "train", "eval")
 
 
 def bench(arguments: Sequence[str]) -> None:
@@ -267,14 +268,18 @@ def bench(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] == "train":
         _bench_train(arguments[1:])
         return
+    if arguments and arguments[0] == "eval":
+        _bench_eval(arguments[1:])
+        return
     parser = make_parser(
         "bench",
         "Medians of interleaved repeats, as ratios measured in one process. mixers: token mixers. decode: prompts and"
-        " single tokens of whole models; train: their updates; their options: plait bench decode --help.",
+        " single tokens of whole models; train: their updates; eval: samples and answers of evaluations; their options:"
+        " plait bench decode --help.",
         "plait bench mixers --case kda,gla --lengths 1024,4096",
         "mixers",
     )
-    parser.add_argument("what", type=str, help="mixers, decode, train")
+    parser.add_argument("what", type=str, help="mixers, decode, train, eval")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--lengths", type=several(int), help="tokens T (default: those of the project's own bars)")
     parser.add_argument(
@@ -373,11 +378,9 @@ def _bench_train(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, at the end")
     args = parser.parse_args(arguments)
 
-    from plait.bench.rows import print_rows
     from plait.bench.train import bench_train
 
-    rows = []
-    for case in bench_train(
+    cases = bench_train(
         models=args.models,
         lengths=args.lengths,
         tokens=args.tokens,
@@ -387,7 +390,67 @@ def _bench_train(arguments: Sequence[str]) -> None:
         repeats=args.repeats,
         without=args.without or (),
         minutes=args.minutes,
-    ):
+    )
+    _print_cases(cases, args)
+
+
+def _bench_eval(arguments: Sequence[str]) -> None:
+    parser = make_parser(
+        "bench eval",
+        "Seconds to make RULER's samples (generation), and a sample's seconds in a model (running): by plait, by"
+        " lm-evaluation-harness's hf backend, and by transformers' generate, on the same prompts.",
+        "plait bench eval runs/small-llama --case running --tasks niah_single_1 --lengths 4096 --samples 8",
+        "MODEL",
+    )
+    parser.add_argument("model", type=str, metavar="MODEL", help="a run, RUN@STEP, a model, or OWNER/NAME")
+    parser.add_argument("--case", "--cases", type=several(str), help="generation, running (default: both)")
+    parser.add_argument("--tasks", type=several(str), help="of running (default: niah_single_1); generation makes all")
+    parser.add_argument("--lengths", type=several(int), help="tokens (default: generation 16384, running 4096)")
+    parser.add_argument("--samples", type=int | None, help="of each task (default: generation 100, running 8)")
+    parser.add_argument("--batch-size", type=int | None, help="rows at a time (default: 1; CUDA: 8)")
+    parser.add_argument("--processes", type=int, default=2, help="that make samples")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
+    parser.add_argument("--dtype", type=str, default="auto", help="auto: bfloat16 on a GPU, else float32")
+    parser.add_argument("--backend", type=str, default="torch", help="plait's: torch, fla, naive, or auto")
+    parser.add_argument("--without", type=several(str), help="leave out competitors: words of names, as whole,opaque")
+    parser.add_argument("--minutes", type=float | None, help="begin no batch after this time")
+    parser.add_argument("--out", type=str | None, help="file for the rows as JSON, written again after each case")
+    parser.add_argument("--json", action="store_true", help="print JSON, at the end")
+    args = parser.parse_args(arguments)
+
+    from plait.bench.evals import bench_eval
+    from plait.evals.suites import Subject
+    from plait.runs import find_model
+
+    device = _device(args.device)
+    _print_cases(
+        bench_eval(
+            Subject(
+                name=args.model,
+                path=find_model(args.model),
+                device=device,
+                dtype=_dtype(args.dtype, device),
+                backend=args.backend,
+            ),
+            cases=args.case,
+            tasks=args.tasks or ("niah_single_1",),
+            lengths=args.lengths,
+            samples=args.samples,
+            batch_size=args.batch_size,
+            processes=args.processes,
+            without=args.without or (),
+            minutes=args.minutes,
+        ),
+        args,
+    )
+
+
+def _print_cases(cases: Iterable[list[dict[str, Any]]], args: Namespace) -> None:
+    """Rows of a benchmark as they come."""
+    from plait.bench.rows import print_rows
+
+    rows = []
+    for case in cases:
         rows += case
         if args.out:
             Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")

@@ -109,8 +109,9 @@ def _mend(file: BinaryIO) -> None:
         file.truncate(start)
 
 
-def read(path: Path) -> list[Record]:
-    """The rows of a file. A last line cut off by a crash is left out; any other bad line is an error."""
+def read(path: Path, left_out: list[str] | None = None) -> list[Record]:
+    """The rows of a file. A last line cut off by a crash is left out; any other bad line is an error, or told in
+    `left_out` if given."""
     rows: list[Record] = []
     lines = path.read_text("utf-8", "backslashreplace").split("\n") if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -121,7 +122,10 @@ def read(path: Path) -> list[Record]:
         except (TypeError, ValueError) as error:
             if number == len(lines):  # no newline behind it: the write did not finish
                 break
-            raise ValueError(f"{path}, line {number}: not a record ({error})") from None
+            problem = f"{path}, line {number}: not a record ({error})"
+            if left_out is None:
+                raise ValueError(problem) from None
+            left_out.append(f"{problem}; left out")
     return rows
 
 

@@ -239,8 +239,8 @@ def test_what_does_not_fit_is_one_line(shards, tmp_path):
     other = write(tmp_path / "other", [3], tokenizer="bytes", vocab_size=256)
     with pytest.raises(ValueError, match=r"other: its tokenizer \(bytes\) is not that of .*1000000 tokens"):
         task(long, other)
-    with pytest.raises(ValueError, match="no document in its valid split"):
-        task(other).held_out()
+    with pytest.raises(ValueError, match=r"other: no document in its valid split; .* larger --valid"):
+        task(other)
     task(long).check_model(10**6, None)
     with pytest.raises(ValueError, match=r"vocab_size = 1000000 .* the model's 256 is smaller"):
         task(long).check_model(256, None)
@@ -249,3 +249,10 @@ def test_what_does_not_fit_is_one_line(shards, tmp_path):
     (tmp_path / "other" / "train-00000.idx").write_bytes(np.array([4], dtype="<u8").tobytes())
     with pytest.raises(ValueError, match="do not rise to 3"):
         task(other)
+
+
+def test_a_damaged_shard_is_one_line(tmp_path):
+    path = write(tmp_path / "x", [40], [9])
+    (path / "train-00000.bin").write_bytes(np.full(40, 2**31, dtype="<u4").tobytes())
+    with pytest.raises(ValueError, match=r"data .*x: token 2147483648 of 1000000: a file is damaged; .* --verify"):
+        task(path).batch(0)

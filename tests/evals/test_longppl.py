@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait import save
 from plait.cli import main
-from plait.evals import longppl
+from plait.evals import longppl, perplexity
 from plait.evals.longppl import key_losses, key_stretches, run_longppl
 from plait.evals.models import Judged, open_model
 from plait.evals.results import read_rows
@@ -186,12 +186,14 @@ def test_a_run_goes_on_where_it_was_stopped(bytes_model, words_model, data, monk
         del read[len(TEXTS) :]
 
 
-def test_processes_share_the_documents(bytes_model, words_model, data, tmp_path):
+def test_processes_share_the_documents(bytes_model, words_model, data, monkeypatch, tmp_path):
     """As torchrun starts them; also those of the suite ppl."""
+    monkeypatch.setitem(perplexity.AT_ONCE, "cpu", 8)
     for suite in (options(data, bytes_model), Ppl(data=(data,), length=16)):
         (expected,) = suite.run([words_model])
         found = run_by_two(suite, words_model, tmp_path / type(suite).__name__)
         assert [r.values for r in found] == [r.values for r in expected.records]
+        assert len(read_rows(tmp_path / type(suite).__name__ / "samples.jsonl")[0]) == len(TEXTS)
 
 
 def test_an_opaque_reference(bytes_model, data, tmp_path):

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from plait import records
 from plait.cli import main
 from plait.evals.results import cells, compare, compare_losses, latest, papers, read_rows, summarize
+from plait.records import Record
 
 SINGLE = ("niah_single_1", "niah_single_2", "niah_single_3")
 
@@ -52,6 +54,31 @@ def test_an_average_over_two_suites_says_what_stands_in(tmp_path, capsys):
     assert main(["show", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "001/within-4K 20.0 [20.0, 20.0] (11 tasks + 7 synthetic)" in " ".join(out.split())
+
+
+def test_samples_of_earlier_weights_are_no_part_of_an_average(tmp_path, capsys):
+    rows = [row("vt", 64, i, 0.0, run="old") for i in range(6)] + [row("fwe", 64, 0, 30.0, suite="other", run="old")]
+    rows += [row("vt", 64, i, 100.0, run="new") for i in range(2)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "vt 100.0 [100.0, 100.0]" in " ".join(shown.out.split()) and "30.0" in shown.out
+    assert "6 samples left out: of other weights than the last" in shown.err
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    shown = capsys.readouterr()
+    (found,) = (each for each in json.loads(shown.out) if each["suite"] == "ruler")
+    assert found["scores"][0]["value"] == 100.0 and "6 samples left out" in shown.err
+
+
+def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path, capsys):
+    axes = {"suite": "ppl", "model": "a"}
+    kept = Record(kind="eval", name="perplexity", values={"loss": 1.25}, axes=axes)
+    records.append(tmp_path / "records.jsonl", [kept, kept])
+    whole = (tmp_path / "records.jsonl").read_text()
+    (tmp_path / "records.jsonl").write_text(whole[:40] + "\n" + whole)
+    assert main(["show", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "1.2500" in shown.out and "records.jsonl, line 1: not a record" in shown.err
 
 
 def test_pairs_are_of_the_same_prompts():

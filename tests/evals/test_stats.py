@@ -14,6 +14,7 @@ def test_means_and_weights():
     assert mean_of([0, 100], [100] * 4, weights=[0.2, 0.8]).value == pytest.approx(90)
     assert (found.low, found.high) == (50.0, 100.0)
     assert mean_of([3.0]).low is None
+    assert mean_of([0], [100], [100]).low is None  # one sample of each task: draws are all alike
     assert mean_of([0, 100, 0]) == mean_of([0, 100, 0])
 
 

@@ -20,7 +20,7 @@ from plait.runs import train_run, train_stages
 from plait.train.checkpoint import checkpoints
 from plait.train.config import TrainConfig
 from plait.train.settings import DataOptions, ExtendOptions, ModelOptions, RunSettings
-from plait.train.stages import Stage, find_stages
+from plait.train.stages import Stage, check_stages, find_stages
 
 SETTINGS = RunSettings(
     model=ModelOptions(layout="gdn nope", d_model=16, num_layers=2),
@@ -54,6 +54,8 @@ def test_bld_freezes_then_starts_afresh_from_the_weights(tmp_path):
     ]
     assert [row.step for row in shown] == [1, 2, 3, 4, 5, 6]
     assert RunSettings.load(tmp_path / "x").train.first_batch == 3  # 5 batches of 4 rows are 2.5 of 8
+    later = dataclasses.replace(SETTINGS, train=dataclasses.replace(SETTINGS.train, first_batch=100))
+    assert find_stages("bld:5", later)[1].train["first_batch"] == 53  # of 105 batches of 4 rows
 
 
 def test_the_vanilla_twin_differs_in_the_freezing_alone():
@@ -209,6 +211,18 @@ def test_a_model_made_longer(tmp_path):
 def test_presets_that_go_on_need_a_model():
     with pytest.raises(ValueError, match="stages = 001/cpt; it goes on with a trained model: give --init MODEL"):
         find_stages("001/cpt", SETTINGS)
+
+
+def test_what_the_stages_set_is_not_to_be_asked_for():
+    def check(text, **train):
+        settings = dataclasses.replace(SETTINGS, train=dataclasses.replace(SETTINGS.train, **train))
+        check_stages(text, find_stages(text, settings), settings)
+
+    check("bld:5", steps=7, first_batch=3, optimizer="muon")
+    with pytest.raises(ValueError, match=r"stages = bld:5, lr = 0.002; these stages set it to 0.0001 and 0.001: leave"):
+        check("bld:5", lr=2e-3)
+    with pytest.raises(ValueError, match=r"stages = 003/180M/bld, batch_size = 8; these stages set it to 16 and 32"):
+        check("003/180M/bld")
 
 
 def test_a_dry_run_of_a_stage_that_goes_on(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -519,6 +520,21 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(baseline, tmp_path, ca
         (checkpoint / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="none of its checkpoints can be read"):
         run(path)
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_loses_nothing(baseline, tmp_path):
+    """A limit on the size of a file stands for it: the optimizer's state is too large, the model is not."""
+    last, old = checkpoints(baseline)[-1], resource.getrlimit(resource.RLIMIT_FSIZE)
+    model, state = ((last / f"{name}.safetensors").stat().st_size for name in ("model", "trainer"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((model + state) // 2, old[1]))
+    try:
+        with pytest.raises(OSError, match="step-00000002: cannot be written"):
+            run(tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert [path.name for path in (tmp_path / "x" / "checkpoints").iterdir()] == ["step-00000000"]
+    run(tmp_path / "x")
+    assert final_bytes(tmp_path / "x") == final_bytes(baseline)
 
 
 def test_a_mixture_of_shards_goes_on_exactly(tmp_path, capsys):

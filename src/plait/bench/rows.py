@@ -106,6 +106,7 @@ def mb(size: int | None) -> float | None:
 
 
 COLUMNS = {
+    "task": "task",
     "length": "length",
     "batch": "batch",
     "heads": "heads",
@@ -114,14 +115,21 @@ COLUMNS = {
     "backend": "backend",
     "pass": "pass",
     "competitor": "competitor",
+    "samples": "samples",
+    "processes": "processes",
     "median_ms": "ms",
     "seconds": "seconds",
+    "cpu_seconds": "CPU s",
     "us_per_token": "us/token",
     "tokens_per_s": "tokens/s",
     "mfu_percent": "MFU %",
     "ratio": "x plait",
     "ratio_compiled": "x compiled",
     "bar": "bar",
+    "limit": "limit",
+    "score": "score",
+    "agrees": "agrees",
+    "new_tokens": "new tokens",
     "cache_mb": "cache MB",
     "peak_mb": "peak MB",
     "saved_mb": "saved MB",
@@ -134,7 +142,7 @@ COLUMNS = {
     "note": "",
 }
 """fields of a row that the table shows, and their headings"""
-WORDS = ("layout", "backend", "pass", "competitor", "bar", "bound", "note")
+WORDS = ("task", "layout", "backend", "pass", "competitor", "bar", "limit", "agrees", "bound", "note")
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -166,6 +174,8 @@ def _shown(row: Row, key: str) -> str:
         return ""
     if key == "bar":
         return f">= {value:.2f} {'met' if row['met'] else 'missed'}"
+    if key == "limit":
+        return f"< {value:.0f} s {'met' if row['met'] else 'missed'}"
     if key == "difference":
         return f"{value:.0e}"
     if isinstance(value, float):

@@ -82,6 +82,7 @@ class Packed:
                     f"data {other.shards.path}: its tokenizer ({_about(other.shards)}) is not that of"
                     f" {first.shards.path} ({_about(first.shards)}); build both with one"
                 )
+        _ = self._valid  # what cannot be measured is refused here, not after the last update
 
     @property
     def vocab_size(self) -> int:
@@ -153,6 +154,12 @@ class Packed:
 
     def _group(self, rows: Sequence[Row], axes: dict[str, str] | None = None) -> Group:
         tokens = torch.from_numpy(np.stack([row.tokens for row in rows]))
+        if (largest := int(tokens.max())) >= self.vocab_size:
+            where = ", ".join(str(part.path) for part in self.parts)
+            raise ValueError(
+                f"data {where}: token {largest} of {self.vocab_size}: a file is damaged; plait data show --verify says"
+                " which"
+            )
         targets = tokens[:, 1:].clone()
         offsets = [0]
         for n, row in enumerate(rows):

@@ -46,6 +46,9 @@ class Stream:
     """rows of one document each"""
 
     def __post_init__(self):
+        if not len(self.shards):
+            hint = "; hold some out: plait data build with a larger --valid" if self.shards.split == "valid" else ""
+            raise ValueError(f"data {self.shards.path}: no document in its {self.shards.split} split{hint}")
         if not len(self.chosen):
             longest = self.shards.lengths.max(initial=0)
             raise ValueError(

@@ -130,12 +130,11 @@ def measure(
 ) -> Outcome:
     about = {"model": judged.name, "step": judged.step, "run": judged.identity, "suite": "longppl", "drawn": drawn}
     rows = [about | {"task": "text", "index": i, "prompt": digest(text)} for i, text in enumerate(texts)]
-    mine = range(store.ranks.rank, len(texts), store.ranks.world)
-    with progress_bar(len(mine), show=store.ranks.first, label=f"{judged.name}: documents") as step:
-        for done, i in enumerate(mine, 1):
-            if rows[i] not in store:
-                losses = key_losses(judged, texts[i], keys[i], options.rule, options.beyond)
-                store.add([rows[i] | {"loss": sum(losses), "tokens": len(losses)}])
+    new = [i for i in range(store.ranks.rank, len(texts), store.ranks.world) if rows[i] not in store]
+    with progress_bar(len(new), show=store.ranks.first, label=f"{judged.name}: documents") as step:
+        for done, i in enumerate(new, 1):
+            losses = key_losses(judged, texts[i], keys[i], options.rule, options.beyond)
+            store.add([rows[i] | {"loss": sum(losses), "tokens": len(losses)}])
             step(done)
     store.gather()
     return _outcome(judged, store.whole(rows), options, store) if store.ranks.first else Outcome()

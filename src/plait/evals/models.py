@@ -33,8 +33,8 @@ PIECE = {"cpu": 2048, "cuda": 16384}
 """tokens that pass through a model at a time where their losses are wanted; beyond the cache, memory holds no more"""
 LEAST = 256
 """of these a row"""
-EDGE = 2**20
-"""bytes at either end of a file of weights that tell it from another of its size"""
+PLACES, PIECE_BYTES = 32, 2**16
+"""of a file, how many pieces over its length tell it from another of its size"""
 
 Push = Callable[[int, int], bool]
 """(row, its new token) -> is its answer complete"""
@@ -244,15 +244,16 @@ def left_padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def weights_digest(path: Path) -> str:
-    """Of the names, sizes and ends of a directory's files of weights."""
+    """Of what makes a model in its directory, weights, settings and tokenizer: names, sizes and pieces of files."""
     sha = hashlib.sha256()
-    for file in sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf")):
+    kinds = (".safetensors", ".gguf", ".json", ".model")
+    for file in sorted(f for f in path.iterdir() if f.suffix in kinds and not f.name.startswith("trainer.")):
         size = file.stat().st_size
         sha.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as data:
-            sha.update(data.read(EDGE))
-            data.seek(max(0, size - EDGE))
-            sha.update(data.read(EDGE))
+            for place in range(PLACES):
+                data.seek(max(0, size - PIECE_BYTES) * place // (PLACES - 1))
+                sha.update(data.read(PIECE_BYTES))
     return sha.hexdigest()
 
 

@@ -76,19 +76,18 @@ def measure(judged: Judged, texts: Sequence[str], options: Ppl, length: int, sto
     rows = [_row(judged, i, found, axes) for i, found in enumerate(tokens)]
     at_once = AT_ONCE.get(judged.device.type, AT_ONCE["cpu"])
     groups = list(together(tokens, KEPT * at_once))[store.ranks.rank :: store.ranks.world]
-    total = sum(len(tokens[i].ids) for group in groups for i in group)
+    missing = [[i for i in group if rows[i] not in store] for group in groups]
+    total, done = sum(len(tokens[i].ids) for new in missing for i in new), 0
     with progress_bar(total, show=store.ranks.first, label=f"{judged.name}: tokens") as step:
-        done = 0
-        for group in groups:
-            new = [i for i in group if rows[i] not in store]
+        for new in missing:
             places = {i: np.zeros((2, length.bit_length())) for i in new}
             todo = [each for i in new for each in passes(i, len(tokens[i].ids), length, stride)]
             for batch, losses in _losses(judged, tokens, todo, options.batch_size, at_once):
                 for each, row in zip(batch, losses, strict=True):
                     _add(places[each.document], each, row)
+                done += sum(each.end - each.first for each in batch)
+                step(done)
             store.add([rows[i] | _found(places[i]) for i in new])
-            done += sum(len(tokens[i].ids) for i in group)
-            step(done)
     store.gather()
     return _outcome(judged, tokens, store.whole(rows), axes, store) if store.ranks.first else Outcome()
 

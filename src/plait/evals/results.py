@@ -50,6 +50,12 @@ def latest(rows: Iterable[Row]) -> list[Row]:
     return list({tuple(row.get(name) for name in names): row for row in rows}.values())
 
 
+def current(rows: Sequence[Row]) -> list[Row]:
+    """Of each model and suite the rows of the weights and dtype that its last row is of: an average is of one model."""
+    runs = {(row["model"], row.get("suite")): row.get("run") for row in rows}
+    return [row for row in rows if row.get("run") == runs[row["model"], row.get("suite")]]
+
+
 Cells = dict[tuple[int, str], list[Row]]
 
 

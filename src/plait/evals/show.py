@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plait import records
-from plait.evals.results import Row, cells, compare, compare_losses, latest, papers, read_rows, scores, summarize
+from plait.evals.results import (
+    Row,
+    cells,
+    compare,
+    compare_losses,
+    current,
+    latest,
+    papers,
+    read_rows,
+    scores,
+    summarize,
+)
 from plait.evals.stats import Estimate, Paired, mean_of
 from plait.evals.suites import Outcome
 from plait.records import Record
@@ -40,9 +52,12 @@ def load_results(folders: Sequence[str | Path]) -> tuple[list[Shown], list[str]]
             raise ValueError(f"{folder}: no results; plait eval --out writes records.jsonl and samples.jsonl there")
         rows, bad = read_rows(folder / "samples.jsonl")
         problems += bad
-        kept = [record for record in records.read(folder / "records.jsonl") if record.kind == "eval"]
+        kept_rows = current(rows)
+        if len(kept_rows) < len(rows):
+            problems.append(f"{folder}: {len(rows) - len(kept_rows)} samples left out: of other weights than the last")
+        kept = [record for record in records.read(folder / "records.jsonl", problems) if record.kind == "eval"]
         by_place: dict[tuple[str, str], tuple[list[Row], list[Record]]] = {}
-        for row in latest(rows):
+        for row in latest(kept_rows):
             by_place.setdefault((str(row["model"]), str(row.get("suite", "lm-eval"))), ([], []))[0].append(row)
         for record in _latest(kept):
             if "suite" in record.axes:
@@ -104,7 +119,10 @@ def _is_score(record: Record) -> bool:
 
 
 def results_json(folders: Sequence[str | Path]) -> list[dict[str, Any]]:
-    found, _ = load_results(folders)
+    """What has been found; lines on what was left out go to standard error."""
+    found, problems = load_results(folders)
+    for problem in problems:
+        print(problem, file=sys.stderr)
     rows = []
     for shown in found:
         table = [

@@ -14,7 +14,8 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its interval (percentile bootstrap, LEVEL); low and high are None where one sample tells nothing."""
+    """A mean and its interval (percentile bootstrap, LEVEL); low and high are None where one sample, of all or of a
+    group, tells nothing of how much others would differ."""
 
     value: float
     low: float | None
@@ -36,7 +37,7 @@ def mean_of(*groups: Sequence[float], weights: Sequence[float] | None = None) ->
         values = np.asarray(group, dtype=float)
         value += weight * float(values.mean())
         draws += weight * values[rng.integers(0, len(values), (DRAWS, len(values)))].mean(1)
-    return _estimate(value, draws, sum(map(len, groups)))
+    return _estimate(value, draws, sum(map(len, groups)), min(map(len, groups)))
 
 
 def ratio_of(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
@@ -46,11 +47,11 @@ def ratio_of(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
     index = rng.integers(0, len(a), (DRAWS, len(a)))
     below = b[index].sum(1)
     draws = np.divide(a[index].sum(1), below, out=np.full(DRAWS, a.sum() / b.sum()), where=below > 0)
-    return _estimate(float(a.sum() / b.sum()), draws, len(a))
+    return _estimate(float(a.sum() / b.sum()), draws, len(a), len(a))
 
 
-def _estimate(value: float, draws: np.ndarray, n: int) -> Estimate:
-    if n < 2:
+def _estimate(value: float, draws: np.ndarray, n: int, fewest: int) -> Estimate:
+    if fewest < 2:
         return Estimate(value, None, None, n)
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high), n)

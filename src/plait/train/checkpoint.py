@@ -56,7 +56,8 @@ def save_checkpoint(
     world: World = ALONE,
     assets: Path | None = None,
 ) -> Path:
-    """Complete or absent; all ranks call it, rank 0 writes. assets: a directory whose tokenizer files go along."""
+    """Complete or absent; all ranks call it, rank 0 writes. assets: a directory whose tokenizer files go along. OSError
+    where that fails, as on a full disk."""
     path = run / "checkpoints" / f"step-{step:08d}"
     states = {
         f"{key}.{name}": value
@@ -78,7 +79,10 @@ def save_checkpoint(
             save_file(tensors, directory / "trainer.safetensors")
             write_json(directory / "trainer.json", {"step": step, "tokens": tokens, "seconds": seconds})
 
-    world.first(write)
+    try:
+        world.first(write)
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from None
     return path
 
 

@@ -261,6 +261,8 @@ def plan_run(
     batches = []
     for step in range(SAMPLES):
         found = task.batch(config.first_batch + done + step)
+        if (rows := sum(len(group.tokens_BT) for group in found)) < processes:
+            raise ValueError(f"batch_size = {rows}; {processes} processes train, and each needs a row of every batch")
         shapes = [(*group.tokens_BT.shape, int((group.targets_BT != IGNORE).sum())) for group in found]
         batches.append([Shape(rows=rows, length=length, targets=targets) for rows, length, targets in shapes])
         if not any(group.axes for group in found) or done + step + 1 >= config.steps:

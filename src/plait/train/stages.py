@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from plait.train.schedule import updates
 from plait.train.settings import RunSettings
 
 EARLY, FULL = "early", "full"
+PARTS = ("data", "train", "extend")
+"""of a run's settings, what a stage changes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,7 @@ class Stage:
     """fields of ExtendOptions"""
 
     def apply(self, settings: RunSettings, *, init: str | None) -> RunSettings:
-        names = ("data", "train", "extend")
-        parts = {name: dataclasses.replace(getattr(settings, name), **getattr(self, name)) for name in names}
+        parts = {name: dataclasses.replace(getattr(settings, name), **getattr(self, name)) for name in PARTS}
         return dataclasses.replace(settings, **parts, init=init)
 
 
@@ -58,12 +60,14 @@ def bld(
     warmups: tuple[int, int] | None = None,
     decay: int | None = None,
     freeze: bool = True,
+    first_batch: int = 0,
 ) -> tuple[Stage, Stage]:
     """Better Layer Division (003, section 4): `early` updates with the recurrent blocks frozen whole, then `full` with
     all of them, optimizer and schedule anew. freeze = False: its vanilla twin, with nothing frozen.
 
     early: AdamW, linear warmup of 5%, then 1e-4. full: Muon 0.02 on the matrices of blocks, AdamW 1e-3 on the rest,
-    warmup of 10%, 80% constant, 10% cosine to 5%. Rows of the early stage are half of batch_size unless given.
+    warmup of 10%, 80% constant, 10% cosine to 5%. Rows of the early stage are half of batch_size unless given, and its
+    first batch is number first_batch of these.
     """
     rows = early_batch_size or max(1, batch_size // 2)
     warmups = warmups or (round(0.05 * early), round(0.1 * full))
@@ -89,7 +93,7 @@ def bld(
         "decay_shape": "cosine",
         "min_lr": 0.05 * 1e-3,
         "freeze": (),
-        "first_batch": -(-early * rows // batch_size),
+        "first_batch": -(-(first_batch + early) * rows // batch_size),
     }
     return (
         Stage(name=EARLY, train=first, data={**sizes, "batch_size": rows}),
@@ -148,9 +152,10 @@ def find_stages(text: str, settings: RunSettings) -> tuple[Stage, ...]:
         if settings.init is None:
             raise ValueError(f"stages = {text}; it goes on with a trained model: give --init MODEL")
         return (LONGER[text],)
+    first = settings.train.first_batch
     if match := re.fullmatch(r"(bld|vanilla):([1-9]\d*)", text):
         steps, rows = settings.train.steps, settings.data.batch_size
-        return bld(int(match[2]), steps, batch_size=rows, freeze=match[1] == "bld")
+        return bld(int(match[2]), steps, batch_size=rows, freeze=match[1] == "bld", first_batch=first)
     names = {f"003/{size}/{kind}": (size, kind) for size in LADDER for kind in ("bld", "vanilla")}
     if text not in names:
         raise ValueError(f"stages = {text!r}; {suggest(text, [*LONGER, *names, 'bld:EARLY', 'vanilla:EARLY'])}")
@@ -165,4 +170,16 @@ def find_stages(text: str, settings: RunSettings) -> tuple[Stage, ...]:
         warmups=(int(warmups[0]), int(warmups[1])),
         decay=int(decay),
         freeze=kind == "bld",
+        first_batch=first,
     )
+
+
+def check_stages(text: str, stages: Sequence[Stage], settings: RunSettings) -> None:
+    """Raises ValueError where an option was given that each stage sets to something else."""
+    for part in PARTS:
+        options = getattr(settings, part)
+        for name in dict.fromkeys(name for stage in stages for name in getattr(stage, part)):
+            given, default = getattr(options, name), type(options).__dataclass_fields__[name].default
+            if given != default and all(getattr(stage, part).get(name, given) != given for stage in stages):
+                values = " and ".join(str(getattr(stage, part)[name]) for stage in stages)
+                raise ValueError(f"stages = {text}, {name} = {given}; these stages set it to {values}: leave it out")
