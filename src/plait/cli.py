@@ -490,7 +490,7 @@ def export(arguments: Sequence[str]) -> None:
 
 def evaluate(arguments: Sequence[str]) -> None:
     """Score models on tasks."""
-    from plait.evals.suites import SUITES, LmEval, Subject, write_outcome
+    from plait.evals.suites import SUITES, LmEval, LongPpl, Subject, write_outcome
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--suite", nargs="?", default="lm-eval")
@@ -526,6 +526,10 @@ def evaluate(arguments: Sequence[str]) -> None:
     from plait.evals.show import show_outcomes
     from plait.runs import find_model
 
+    if isinstance(suite, LongPpl) and suite.reference:
+        reference = find_model(suite.reference)
+        if reference.parent.name == "checkpoints":  # of a run
+            suite = dataclasses.replace(suite, reference=str(reference))
     ranks = Ranks.here()
     if ranks.world > 1 and isinstance(suite, LmEval):
         raise ValueError(f"suite {name}: it runs in one process, not in {ranks.world}")

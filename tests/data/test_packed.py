@@ -227,7 +227,7 @@ def test_bad_options_are_one_line(shards, options, message):
         task(shards[0], **options)
 
 
-def test_what_does_not_fit_is_one_line(shards, tmp_path):
+def test_what_does_not_fit_is_one_line(shards, tmp_path, monkeypatch):
     long, short = shards
     with pytest.raises(ValueError, match=r"weights = \[0.0, 0.0\]; they must not all be 0"):
         task(Part(path=long, weight=0.0), Part(path=short, weight=0.0))
@@ -246,13 +246,26 @@ def test_what_does_not_fit_is_one_line(shards, tmp_path):
         task(long).check_model(256, None)
     with pytest.raises(ValueError, match="length = 16; the model takes at most context_length = 8"):
         task(long).check_model(10**6, 8)
+    monkeypatch.setattr("plait.data.shards.CHECKED", 0)  # too large to be compared with its sha256 when it is opened
     (tmp_path / "other" / "train-00000.idx").write_bytes(np.array([4], dtype="<u8").tobytes())
     with pytest.raises(ValueError, match="do not rise to 3"):
         task(other)
 
 
-def test_a_damaged_shard_is_one_line(tmp_path):
+def test_a_damaged_shard_is_one_line(tmp_path, monkeypatch):
     path = write(tmp_path / "x", [40], [9])
+    monkeypatch.setattr("plait.data.shards.CHECKED", 0)  # too large to be compared with its sha256 when it is opened
     (path / "train-00000.bin").write_bytes(np.full(40, 2**31, dtype="<u4").tobytes())
     with pytest.raises(ValueError, match=r"data .*x: token 2147483648 of 1000000: a file is damaged; .* --verify"):
         task(path).batch(0)
+
+
+def test_an_altered_token_is_found_when_small_shards_are_opened(tmp_path, monkeypatch):
+    path = write(tmp_path / "x", [40], [9])
+    tokens = np.fromfile(path / "train-00000.bin", dtype="<u4")
+    tokens[7] += 1
+    tokens.tofile(path / "train-00000.bin")
+    with pytest.raises(ValueError, match=r"train-00000: altered since it was built \(its sha256 is another\)"):
+        task(path)
+    monkeypatch.setattr("plait.data.shards.CHECKED", 0)
+    task(path)

@@ -289,7 +289,9 @@ def test_altered_shards_are_found(whole, tmp_path, capsys):
     assert "every file as it was built" in capsys.readouterr().out
     file = tmp_path / "train-00001.bin"
     file.write_bytes(b"Z" + file.read_bytes()[1:])
-    TokenShards.open(tmp_path)
+    TokenShards.open(tmp_path, verify=False)
+    with pytest.raises(ValueError, match="train-00001: altered since it was built"):
+        TokenShards.open(tmp_path)
     assert main(["data", "show", str(tmp_path), "--verify"]) == 2
     assert "train-00001: altered since it was built" in capsys.readouterr().err
     file.write_bytes(b"short")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,17 @@ def test_max_tokens_are_each_models_own(bytes_model, words_model, data):
         losses = naive_losses(judged, text, keys)
         if len(seen) == len(whole):
             assert row["loss"] == pytest.approx(sum(losses))
+
+
+def test_a_run_as_reference_is_its_last_checkpoint(bytes_model, data, tmp_path, capsys):
+    for step in ("step-00000001", "step-00000002"):
+        shutil.copytree(bytes_model.path, tmp_path / "run" / "checkpoints" / step)
+        (tmp_path / "run" / "checkpoints" / step / "trainer.json").write_text("{}")
+    shutil.copy(bytes_model.path / "spec.json", tmp_path / "run")
+    command = ["eval", str(bytes_model.path), "--suite", "longppl", "--device", "cpu", "--data", data, "--json"]
+    assert main([*command, "--reference", str(tmp_path / "run"), "--cache", str(tmp_path / "cache")]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["axes"]["reference"] == str(tmp_path / "run" / "checkpoints" / "step-00000002")
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,8 @@ def test_the_command(tmp_path, capsys):
     assert len(read_rows(tmp_path / "out" / "samples.jsonl")[0]) == 10
     assert main(["show", str(tmp_path / "out")]) == 0
     assert "state, bytes" in capsys.readouterr().out
+    assert main([*command[:2], "--suite", "spaced-retrieval", "--samples", "2001"]) == 2
+    assert "samples = 2001; there are 2000 keys that training never sees" in capsys.readouterr().err
     assert main([*command, "--pairs", "32"]) == 2
     assert "a vocabulary of 64 has keys for 31" in capsys.readouterr().err
     assert main([*command, "--pairs", "16", "--length", "80"]) == 2

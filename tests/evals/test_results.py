@@ -63,7 +63,7 @@ def test_samples_of_earlier_weights_are_no_part_of_an_average(tmp_path, capsys):
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr()
     assert "vt 100.0 [100.0, 100.0]" in " ".join(shown.out.split()) and "30.0" in shown.out
-    assert "6 samples left out: of other weights than the last" in shown.err
+    assert "6 samples left out: of other weights or draws than the last" in shown.err
     assert main(["show", str(tmp_path), "--json"]) == 0
     shown = capsys.readouterr()
     (found,) = (each for each in json.loads(shown.out) if each["suite"] == "ruler")

@@ -344,6 +344,10 @@ def test_a_text_without_sentences_is_cut_into_some(tmp_path):
 def test_names_with_typos_get_suggestions():
     with pytest.raises(ValueError, match="task = 'niah_singel_1'; nearest: niah_single_1"):
         Ruler(Bytes()).sample("niah_singel_1", 4096, 0)
+    with pytest.raises(
+        ValueError, match="task = qa_1; it needs its questions, --qa-data FILE; without them there is qa_s"
+    ):
+        Ruler(Bytes()).sample("qa_1", 4096, 0)
 
 
 def test_files_hold_the_same_samples(tmp_path, bpe):

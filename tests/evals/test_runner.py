@@ -18,6 +18,7 @@ from plait.cli import main
 from plait.evals import runner
 from plait.evals.models import Judged
 from plait.evals.results import read_rows
+from plait.evals.runner import read_samples
 from plait.evals.samples import Sample
 from plait.evals.suites import SUITES, Generative, Outcome, Subject
 from plait.files import claim
@@ -212,6 +213,9 @@ def test_samples_of_a_file(subject, expected, tmp_path):
         (tmp_path / "samples" / f"{i}.jsonl").write_text("".join(sample.to_json() + "\n" for sample in part))
     suite = dataclasses.replace(SUITE, input=tmp_path / "samples", lengths=())
     assert answers(suite, subject, tmp_path / "out") == expected
+    ends = dataclasses.replace(samples[0], prompt="one\u2028two\x85three")  # of lines, but not of those of JSONL
+    (tmp_path / "samples" / "0.jsonl").write_text(ends.to_json() + "\n")
+    assert read_samples(suite)[0] == ends
 
 
 def test_processes_share_the_samples(subject, expected, tmp_path):

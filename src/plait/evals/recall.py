@@ -73,6 +73,8 @@ def _spaced(suite: Spaced, judged: Judged) -> list[Part]:
             f"{judged.name}: vocab_size = {judged.model.spec.vocab_size}; spaced retrieval has {VOCAB_SIZE} tokens"
         )
     task = SpacedRetrieval(gaps=suite.gaps, seed=suite.seed)
+    if suite.samples > task.eval_pairs:
+        raise ValueError(f"samples = {suite.samples}; there are {task.eval_pairs} keys that training never sees")
     groups = [next(group.split(suite.samples)) for group in task.held_out()]
     return [Part(f"gap {group.axes['gap']}", dict(group.axes), group) for group in groups]
 

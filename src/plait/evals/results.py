@@ -51,9 +51,15 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def current(rows: Sequence[Row]) -> list[Row]:
-    """Of each model and suite the rows of the weights and dtype that its last row is of: an average is of one model."""
-    runs = {(row["model"], row.get("suite")): row.get("run") for row in rows}
-    return [row for row in rows if row.get("run") == runs[row["model"], row.get("suite")]]
+    """An average is of one model, on one set of samples. Of each model and suite the rows of the weights and dtype that
+    its last row is of; of these, for each length, those drawn as the last one (seed, texts, settings)."""
+
+    def last(rows: Sequence[Row], names: Sequence[str], what: str) -> list[Row]:
+        places = [tuple(row.get(name) for name in names) for row in rows]
+        found = {place: row.get(what) for place, row in zip(places, rows, strict=True)}
+        return [row for place, row in zip(places, rows, strict=True) if row.get(what) == found[place]]
+
+    return last(last(rows, ("model", "suite"), "run"), ("model", "suite", "length", "stride"), "drawn")
 
 
 Cells = dict[tuple[int, str], list[Row]]

@@ -69,7 +69,8 @@ class Run:
         """Ask what has not been asked; notes for the reader."""
         names = self.suite.tasks or self.tasks.names
         for task in () if self.suite.input else names:
-            self.tasks.sample(task, min(self.suite.lengths), 0)  # what is too short for a task is told at once
+            lengths = [length for length in self.suite.lengths if length] or [0]
+            self.tasks.sample(task, min(lengths), 0)  # what is too short for a task is told at once
         jobs = self._from_file() if self.suite.input else self._made()
         each = -(-self.suite.samples // self.ranks.world)
         self.total = self.total or sum(length or SHORT for length in self.suite.lengths) * len(names) * each
@@ -187,7 +188,7 @@ def read_samples(suite: Generative) -> list[Sample]:
     assert suite.input is not None
     found = []
     for file in input_files(suite.input):
-        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        for number, line in enumerate(file.read_text("utf-8").rstrip("\n").split("\n"), 1):
             try:
                 sample = Sample.from_json(line)
             except (ValueError, TypeError) as error:

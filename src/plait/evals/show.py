@@ -54,7 +54,9 @@ def load_results(folders: Sequence[str | Path]) -> tuple[list[Shown], list[str]]
         problems += bad
         kept_rows = current(rows)
         if len(kept_rows) < len(rows):
-            problems.append(f"{folder}: {len(rows) - len(kept_rows)} samples left out: of other weights than the last")
+            problems.append(
+                f"{folder}: {len(rows) - len(kept_rows)} samples left out: of other weights or draws than the last"
+            )
         kept = [record for record in records.read(folder / "records.jsonl", problems) if record.kind == "eval"]
         by_place: dict[tuple[str, str], tuple[list[Row], list[Record]]] = {}
         for row in latest(kept_rows):

@@ -389,7 +389,7 @@ class Spaced:
     Args:
         gaps: tokens between a key and its repetition, as 16,192
         samples: keys of each gap, which training with this seed never sees
-        seed: of the keys
+        seed: of the keys; that of the model's training, since others may hold keys it was trained on
         batch_size: rows at a time (default: by their length)
         beyond: allow more tokens than the model's context_length: true or false
     """

@@ -17,7 +17,6 @@ from plait.data.pool import Pool
 from plait.evals.counting import Bytes, Counter, TokenizerFile
 from plait.evals.samples import Tasks
 from plait.evals.suites import SUITES, Generative
-from plait.fields import suggest
 from plait.files import new_directory
 from plait.flags import add_options, gather, make_parser
 from plait.terminal import progress_bar
@@ -80,11 +79,11 @@ def write(options: Generative, tokenizer: Any, out: Path, *, processes: int = 1)
 
 
 def _names(options: Generative, tokenizer: Any) -> tuple[str, ...]:
-    names = options.tasks_for(tokenizer).names
+    tasks = options.tasks_for(tokenizer)
     for task in options.tasks:
-        if task not in names:
-            raise ValueError(f"tasks: unknown task {task!r}; {suggest(task, names)}")
-    return tuple(dict.fromkeys(options.tasks)) or names
+        if task not in tasks.names:
+            tasks.sample(task, max(options.lengths), 0)  # raises, and says why
+    return tuple(dict.fromkeys(options.tasks)) or tasks.names
 
 
 def _made(jobs: list[Any], options: Generative, counts: Any, processes: int) -> Iterator[tuple[Any, Any]]:

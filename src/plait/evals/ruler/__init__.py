@@ -68,6 +68,8 @@ class Ruler:
         tokenizer adds to it, and leave less than one unit of the haystack free: a word, a line of noise, a needle, a
         word of a list as often as it comes, a document. ValueError in a line: no such task, too small a length.
         """
+        if task in QA and task not in self.names:
+            raise ValueError(f"task = {task}; it needs its questions, --qa-data FILE; without them there is {QA[task]}")
         if task not in self.names:
             raise ValueError(f"task = {task!r}; {suggest(task, self.names)}")
         rng = rng_of(self.seed, task, length, index)
