@@ -42,9 +42,9 @@ def running(subject: Subject, **options) -> list[dict]:
 def test_competitors_answer_the_same_prompts(subject, monkeypatch):
     asked, ask = [], runner.Run.ask
 
-    def seen(self, batch, shared=False):
+    def seen(self, batch):
         asked.append((len(batch), *(sample.index for sample in batch), len(batch[0].prompt) > evals.WARM_UP))
-        return ask(self, batch, shared)
+        return ask(self, batch)
 
     monkeypatch.setattr(evals, "WARM_UP", 100)
     monkeypatch.setattr(runner.Run, "ask", seen)

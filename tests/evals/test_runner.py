@@ -137,6 +137,25 @@ def test_a_document_is_read_once(subject, expected, monkeypatch, tmp_path):
     assert sorted((rows, shared >= 49) for rows, shared in seen) == [(1, False), (4, True), (4, True)]
 
 
+def test_what_prompts_begin_with_is_read_once(subject, monkeypatch, tmp_path):
+    """As those of needles do, up to the first needle: those that share more are neighbours."""
+    whole, seen, rng = Judged.complete, [], random.Random(0)
+    words = rng.choices(WORDS, k=40)
+    tails = [words[:n] + rng.choices(WORDS, k=44 - n) for n in (10, 40, 12, 38)]
+    samples = [Sample("words", 64, i, " ".join(tail), ("none",), NEW, 44) for i, tail in enumerate(tails)]
+    (tmp_path / "samples.jsonl").write_text("".join(sample.to_json() + "\n" for sample in samples))
+    suite = dataclasses.replace(SUITE, input=tmp_path / "samples.jsonl", lengths=())
+    alone = answers(dataclasses.replace(suite, batch_size=1), subject, tmp_path / "alone")
+
+    def complete(self, prompts, new, push, shared=0):
+        seen.append(shared)
+        return whole(self, prompts, new, push, shared)
+
+    monkeypatch.setattr(Judged, "complete", complete)
+    assert answers(dataclasses.replace(suite, batch_size=2), subject, tmp_path / "two") == alone
+    assert len(seen) == 2 and 38 <= seen[0] <= 40 and 10 <= seen[1] <= 12
+
+
 def test_stopping_at_the_answer_changes_no_score(subject, expected, tmp_path):
     patient = answers(Patient(**vars(SUITE)), subject, tmp_path)
     assert {key: score for key, (_, score) in patient.items()} == {key: score for key, (_, score) in expected.items()}
@@ -147,11 +166,11 @@ def test_stopping_at_the_answer_changes_no_score(subject, expected, tmp_path):
 def test_a_run_goes_on_where_it_was_stopped(subject, expected, monkeypatch, tmp_path, capsys):
     asked, ask = [], runner.Run.ask
 
-    def stop(self, batch, shared):
+    def stop(self, batch):
         if len(asked) == 3:
             raise KeyboardInterrupt
         asked.extend(batch[:1])
-        return ask(self, batch, shared)
+        return ask(self, batch)
 
     monkeypatch.setattr(runner.Run, "ask", stop)
     with pytest.raises(KeyboardInterrupt):
@@ -162,7 +181,7 @@ def test_a_run_goes_on_where_it_was_stopped(subject, expected, monkeypatch, tmp_
     file.write_text("\n".join([lines[0], lines[1][:50], *lines[2:-1], lines[-1][:30]]))  # a disk that was full, a crash
     left = len(lines) - 2
     again = []
-    monkeypatch.setattr(runner.Run, "ask", lambda self, batch, shared: again.extend(batch) or ask(self, batch, shared))
+    monkeypatch.setattr(runner.Run, "ask", lambda self, batch: again.extend(batch) or ask(self, batch))
     assert answers(SUITE, subject, tmp_path) == expected
     assert len(again) == len(expected) - left
     messages = capsys.readouterr().err
@@ -185,11 +204,11 @@ def test_nothing_is_asked_twice_but_of_other_weights(subject, tmp_path, monkeypa
 def test_short_memory_makes_smaller_batches(subject, expected, monkeypatch, tmp_path):
     sizes, ask = [], runner.Run.ask
 
-    def limited(self, batch, shared):
+    def limited(self, batch):
         if len(batch) > 2:
             raise torch.OutOfMemoryError
         sizes.append(len(batch))
-        return ask(self, batch, shared)
+        return ask(self, batch)
 
     monkeypatch.setattr(runner.Run, "ask", limited)
     suite = dataclasses.replace(SUITE, batch_size=None)

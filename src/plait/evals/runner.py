@@ -31,8 +31,8 @@ SIZES = ("tasks", "lengths", "samples", "batch_size", "beyond")
 """options that do not change a sample"""
 SHORT = 256
 """about the tokens of a sample of length 0"""
-SHARED = 32
-"""tokens at least that samples on one document have in common, to be read once"""
+SHARED = 1 / 8
+"""of the shortest prompt, what prompts have in common at least, to be read once"""
 
 
 def run_tasks(suite: Generative, subjects: Sequence[Subject], out: Path | None = None) -> Iterator[Outcome]:
@@ -78,19 +78,20 @@ class Run:
             for samples in jobs:
                 new = [sample for sample in samples if self._is_new(sample)]
                 self.done += sum(map(size_of, samples)) - sum(map(size_of, new))
-                for shared, group in by_document(new):
-                    self._ask_all(group, shared, step)
+                for group in by_document(new):
+                    self._ask_all(group, step)
                 step(self.done)
         note = f"{self.judged.name}: {self.over} prompts are longer than their length says: of another tokenizer"
         return [note] if self.over else []
 
-    def _ask_all(self, group: list[Sample], shared: bool, step: Callable[..., None]) -> None:
-        """In batches; their rows are kept as they come."""
+    def _ask_all(self, group: list[Sample], step: Callable[..., None]) -> None:
+        """In batches of prompts that begin alike; their rows are kept as they come."""
+        group = alike(group)
         while group:
             longest = max(map(size_of, group))
             batch = group[: self.suite.batch_size or max(1, min(MOST_ROWS, self.room // longest))]
             try:
-                rows = self.ask(batch, shared)
+                rows = self.ask(batch)
             except torch.OutOfMemoryError:
                 if self.suite.batch_size or len(batch) == 1:
                     raise
@@ -136,8 +137,8 @@ class Run:
             "answers": sample.answers,
         }
 
-    def ask(self, batch: Sequence[Sample], shared: bool = False) -> list[Row]:
-        """Their rows, with answers. shared: the samples are on one document."""
+    def ask(self, batch: Sequence[Sample]) -> list[Row]:
+        """Their rows, with answers. What all prompts begin with is read once."""
         tokenizer = self.judged.tokenizer
         prompts = [tokenizer.encode(sample.prompt) for sample in batch]
         for sample, prompt in zip(batch, prompts, strict=True):
@@ -151,9 +152,9 @@ class Run:
                 return False
             return self.suite.answered(self.tasks, batch[row], tokenizer.decode(texts[row].tokens))
 
-        together = common(prompts) if shared and len(batch) > 1 else 0
+        together = common(prompts) if len(batch) > 1 else 0
         new = [sample.max_new_tokens for sample in batch]
-        self.judged.complete(prompts, new, push, together if together >= SHARED else 0)
+        self.judged.complete(prompts, new, push, together if together >= SHARED * min(map(len, prompts)) else 0)
         rows = []
         for sample, prompt, text in zip(batch, prompts, texts, strict=True):
             output = tokenizer.decode(text.tokens)
@@ -213,14 +214,34 @@ def size_of(sample: Sample) -> int:
     return sample.length or SHORT
 
 
-def by_document(samples: Sequence[Sample]) -> list[tuple[bool, list[Sample]]]:
-    """Samples that share a document together, all others in one group, in their order: (do they share one, samples)."""
+def by_document(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Samples that share a document together, all others in one group, in their order."""
     groups: dict[str | None, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.document, []).append(sample)
     alone = [s for document, group in groups.items() if document is None or len(group) == 1 for s in group]
-    together = [(True, group) for document, group in groups.items() if document is not None and len(group) > 1]
-    return [*together, *([(False, alone)] if alone else [])]
+    together = [group for document, group in groups.items() if document is not None and len(group) > 1]
+    return [*together, *([alone] if alone else [])]
+
+
+def alike(samples: Sequence[Sample]) -> list[Sample]:
+    """Neighbours begin alike: sorted by what each shares with the one that shares most with another. Prompts with
+    needles are one text up to the first needle, so by its place."""
+    ordered = sorted(samples, key=lambda sample: sample.prompt)
+    shares = [beginning(a.prompt, b.prompt) for a, b in itertools.pairwise(ordered)]
+    if not shares:
+        return ordered
+    like = ordered[shares.index(max(shares))].prompt
+    return sorted(ordered, key=lambda sample: -beginning(sample.prompt, like))
+
+
+def beginning(a: str, b: str) -> int:
+    """Characters that both begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def common(prompts: Sequence[Sequence[int]]) -> int:

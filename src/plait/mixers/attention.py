@@ -101,6 +101,8 @@ def attend_last(q_BTHE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, sink_H: Tensor |
     k_BLGE, v_BLGE = k_BLGE.to(q_BTHE.dtype), v_BLGE.to(q_BTHE.dtype)
     if T == 1:
         return _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, None, sink_H)
+    if k_BLGE.shape[1] == T:
+        return _causal(q_BTHE, k_BLGE, v_BLGE, sink_H)
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BTHE, k_BLGE, v_BLGE))
     if not _flash_serves(q_BTHE) if q_BTHE.is_cuda else learns:
         position_1L = torch.arange(k_BLGE.shape[1], device=q_BTHE.device)[None]

@@ -162,6 +162,11 @@ class Seq:
         return torch.tensor(self.lengths, device=self.device)
 
     @_kept
+    def pasts(self) -> tuple[int, ...]:
+        """past_S on the host, for which a GPU is waited for."""
+        return (0,) * len(self.lengths) if self.past_S is None else tuple(self.past_S.tolist())
+
+    @_kept
     def row_N(self) -> Tensor:
         """Sequence of every token, flat."""
         rows = torch.arange(self.num_sequences, device=self.device)

@@ -142,7 +142,7 @@ class SoftmaxAttention(Mixer):
     def heads(self, x_BTD: Tensor, state: KeyValues | None, seq: Seq) -> tuple[Tensor, KeyValues | None]:
         q, k, v = self._qkv(x_BTD, seq)
         if self.backend == "naive":
-            o = self._each(q, k, v, state, seq, self._naive)
+            o = self._each(q, k, v, state, seq, lambda _, *row: self._naive(*row))
         elif self.groups is None:
             o = self._attend(q, k, v, state, seq, self.sink)
         else:
@@ -158,8 +158,8 @@ class SoftmaxAttention(Mixer):
         if first or state is None:
             return attend(q, k, v, seq, window_size=self.config.window_size, sink=sink)
         if seq.dense:
-            return self._cached(q, k, v, state, seq.position_BT, seq, sink)
-        return self._each(q, k, v, state, seq, lambda *row: self._cached(*row, seq, sink))
+            return self._cached(q, k, v, state, seq.position_BT, seq, sink, seq.max_past if seq.level else None)
+        return self._each(q, k, v, state, seq, lambda s, *row: self._cached(*row, seq, sink, seq.pasts[s]))
 
     def _qkv(self, x_BTD: Tensor, seq: Seq) -> tuple[Tensor, Tensor, Tensor]:
         config, E = self.config, self.config.head_dim
@@ -194,11 +194,16 @@ class SoftmaxAttention(Mixer):
         for s, (k_1, v_1, position_1) in enumerate(zip(*(seq.split(x) for x in (k, v, seq.position_BT)), strict=True)):
             state.row(s).write(k_1, v_1, position_1)
 
-    def _cached(self, q, k, v, state: KeyValues, position_BT: Tensor, seq: Seq, sink: Tensor | None) -> Tensor:
-        """Rows of equally many tokens, after any number of others: attend to what the cache holds and to the new."""
+    def _cached(
+        self, q, k, v, state: KeyValues, position_BT: Tensor, seq: Seq, sink: Tensor | None, past: int | None
+    ) -> Tensor:
+        """Rows of equally many tokens, after any number of others: attend to what the cache holds and to the new.
+
+        past: how many others, if all rows have had as many.
+        """
         window, T = self.config.window_size, q.shape[1]
-        if seq.level and (T == 1 or window is None):
-            return attend_last(q, *state.append(k, v, seq.max_past), sink)
+        if past is not None and (T == 1 or window is None):
+            return attend_last(q, *state.append(k, v, past), sink)
         if window is not None and T > 1:
             past = state.history(position_BT[:, :1])
             o = attend(q, k, v, None, window_size=window, sink=sink, past=past, position_BT=position_BT)
@@ -209,9 +214,8 @@ class SoftmaxAttention(Mixer):
         if T > 1:
             slots_1L = torch.arange(held, device=q.device)[None]
             return attend_masked(q, k[:, :held], v[:, :held], position_BT, slots_1L, None, sink)
-        once = seq.once if seq.dense else lambda key, make: make()  # a row of a ragged batch is on its own
-        count_S1 = once(("held", state.size), lambda: (position_BT + 1).clamp(max=state.size))
-        return attend_step(q, k, v, count_S1, held, sink, once)
+        count_S1 = seq.once(("held", state.size), lambda: (position_BT + 1).clamp(max=state.size))
+        return attend_step(q, k, v, count_S1, held, sink, seq.once)
 
     def _naive(self, q, k, v, state: KeyValues | None, position_1T: Tensor) -> Tensor:
         """One sequence: every key, copied for each query head that reads it, and an explicit mask."""
@@ -233,10 +237,10 @@ class SoftmaxAttention(Mixer):
 
     @staticmethod
     def _each(q, k, v, state: KeyValues | None, seq: Seq, fn: Callable[..., Tensor]) -> Tensor:
-        """fn on every sequence by itself."""
+        """fn on every sequence by itself, and on its number."""
         parts = zip(*(seq.split(x) for x in (q, k, v, seq.position_BT)), strict=True)
         outs = [
-            fn(q_1, k_1, v_1, None if state is None else state.row(s), position_1)
+            fn(s, q_1, k_1, v_1, None if state is None else state.row(s), position_1)
             for s, (q_1, k_1, v_1, position_1) in enumerate(parts)
             if q_1.shape[1]
         ]
