@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evals.tiny import WORDS, save_tiny, words_tokenizer
+from evals.tiny import WORDS, words_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait.bench import evals
@@ -100,15 +100,19 @@ def test_the_harness(subject):
     assert rows[1]["new_tokens"] >= rows[0]["new_tokens"]
 
 
-def test_what_cannot_run_has_a_note(subject, tmp_path, monkeypatch):
+def test_what_cannot_run_has_a_note(subject, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # importing it raises ImportError
     rows = running(subject, samples=1, without=["whole", "opaque"])
     assert rows[1]["note"].startswith("not installed (no module lm_eval")
     assert rows[1]["samples"] == 0 and "ratio" not in rows[1]
-    own = Subject(name="own", path=save_tiny(tmp_path / "own"), dtype=torch.float32)
-    rows = running(own, samples=1, without=["whole", "lm-eval"])
+
+    def refuse(subject: Subject):
+        raise ValueError(f"{subject.path}: transformers cannot load it")
+
+    monkeypatch.setattr("plait.evals.models._open_opaque", refuse)
+    rows = running(subject, samples=1, without=["whole", "lm-eval"])
     assert "transformers cannot load it" in rows[1]["note"] and rows[0]["seconds"] > 0
 
 
