@@ -205,8 +205,8 @@ class SoftmaxAttention(Mixer):
         if past is not None and (T == 1 or window is None):
             return attend_last(q, *state.append(k, v, past), sink)
         if window is not None and T > 1:
-            past = state.history(position_BT[:, :1])
-            o = attend(q, k, v, None, window_size=window, sink=sink, past=past, position_BT=position_BT)
+            before = state.history(position_BT[:, :1])
+            o = attend(q, k, v, None, window_size=window, sink=sink, past=before, position_BT=position_BT)
             state.write(k, v, position_BT)
             return o
         state.write(k, v, position_BT)
