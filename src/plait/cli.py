@@ -715,7 +715,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, RuntimeError) as error:
         print(f"plait {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

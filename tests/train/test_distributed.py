@@ -333,7 +333,7 @@ def test_more_processes_than_rows(folder, found):
 def test_the_command_under_torchrun(tmp_path, kind, device):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    command = ["plait.cli", "train", "--runs", str(tmp_path), "--layout", "3*gdn nope", "--num-layers", "4"]
+    command = ["plait", "train", "--runs", str(tmp_path), "--layout", "3*gdn nope", "--num-layers", "4"]
     command += ["--task", "spaced-retrieval", "--gaps", "4,20", "--batch-size", "7", "--steps", "8", "--warmup", "2"]
     command += ["--optimizer", "muon", "--micro-batch", "2", "--eval-rows", "20", "--device", device]
     command += ["--precision", "fp32", "--checkpoint-every", "3"]

@@ -170,7 +170,7 @@ def test_refused_settings(fields, message):
 
 @pytest.mark.slow
 def test_kill_9_of_the_command_itself(tmp_path):
-    command = [sys.executable, "-m", "plait.cli", "train", "--name", "x", "--layout", "gdn nope", "--d-model", "16"]
+    command = [sys.executable, "-m", "plait", "train", "--name", "x", "--layout", "gdn nope", "--d-model", "16"]
     command += [
         "--task",
         "spaced-retrieval",
