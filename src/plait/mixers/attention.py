@@ -22,6 +22,8 @@ from plait.mixers.seq import Seq
 MASK_ELEMENTS = 1 << 24
 """queries are taken in blocks whose masks have at most this many entries"""
 MIN_BLOCK = 64
+CUDNN_FROM = 1024
+"""queries of a row"""
 
 
 def attend_naive(q_BTHE, k_BLGE, v_BLGE, q_position_BT, k_position_BL, window_size, sink_H) -> Tensor:
@@ -140,10 +142,11 @@ def _in_two(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, scale: float) -> Ten
 
 
 def _cudnn_serves(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor) -> bool:
-    """cuDNN's attention, from Hopper on, where PyTorch prefers it to FlashAttention 2."""
+    """cuDNN's attention for long pieces (it plans anew for each length), from Hopper on, where PyTorch prefers it."""
+    if q_BHTE.shape[2] < CUDNN_FROM or torch.cuda.get_device_capability(q_BHTE.device)[0] < 9:
+        return False
     cuda = torch.backends.cuda
-    asked = cuda.SDPAParams(q_BHTE, k_BGLE, v_BGLE, None, 0.0, False, True)
-    return torch.cuda.get_device_capability(q_BHTE.device)[0] >= 9 and cuda.can_use_cudnn_attention(asked)
+    return cuda.can_use_cudnn_attention(cuda.SDPAParams(q_BHTE, k_BGLE, v_BGLE, None, 0.0, False, True))
 
 
 def attend_step(q_B1HE, k_SLGE, v_SLGE, count_B1, held: int, sink_H, once: Callable) -> Tensor:
