@@ -16,10 +16,10 @@ SOURCE = ROOT / "src" / "plait"
 RECIPES = ROOT / "recipes"
 
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("files", "flags", "terminal"),
+    ("files", "terminal"),
     ("records",),
     ("fields",),
-    ("rope",),
+    ("flags", "rope"),
     ("config",),
     ("config_json", "syntax"),
     ("layout",),

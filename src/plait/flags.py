@@ -13,6 +13,8 @@ from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
+from plait.fields import suggest
+
 BAD_USAGE = 2
 """exit code"""
 
@@ -118,3 +120,30 @@ def gather(cls: type, values: Namespace) -> dict[str, Any]:
         if hasattr(values, f.name)
         for value in [getattr(values, f.name)]
     }
+
+
+def device_of(name: str) -> str:
+    """A device of torch by --device, where this machine has it."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device = {name!r}; it must be cpu, cuda or auto") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = {name!r}; this machine has no GPU that torch can use; give cpu or auto")
+    return name
+
+
+def dtype_of(name: str, device: str) -> Any:
+    """A dtype of torch by --dtype."""
+    import torch
+
+    names = ("float32", "bfloat16", "float16", "float64")
+    if name == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if name not in names:
+        raise ValueError(f"dtype = {name!r}; {suggest(name, ('auto', *names))}")
+    return getattr(torch, name)
