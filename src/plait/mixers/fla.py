@@ -230,10 +230,9 @@ def conv_fla(x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, tail_NWC: 
     from fla.modules.causal_conv1d import causal_conv1d
 
     cu_seqlens, kept_N = _packing(seq)
-    first = seq.max_past == 0  # nothing came before
     whole = tail_NWC is not None and seq.dense and x_BTC.shape[1] >= tail_NWC.shape[1]  # the next tail is in this piece
     before_NCW = None
-    if tail_NWC is not None and not first:  # fla keeps W inputs, of which the oldest is never read, and channels first
+    if tail_NWC is not None:  # fla keeps W inputs, of which the oldest is never read, and channels first
         before = tail_NWC if kept_N is None else tail_NWC[kept_N]
         before_NCW = F.pad(before.to(x_BTC.dtype).transpose(1, 2), (1, 0))
     y_BTC, after_NCW = causal_conv1d(
