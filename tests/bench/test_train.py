@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -125,11 +127,37 @@ def test_command(capsys, tmp_path):
         (["--backend", "triton"], "backend = 'triton'"),
         (["--lengths", "0"], "lengths: 0; it must be at least 1"),
         (["--tokens", "0"], "tokens: 0; it must be at least 1"),
+        (["--parallel", "fspd"], "parallel: 'fspd'; nearest: fsdp"),
+        (["--parallel", "ddp"], "parallel = ddp; a single process runs"),
     ],
 )
 def test_mistakes(capsys, flags, message):
     assert main(["bench", "train", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_two_processes_against_each_alone(tmp_path):
+    flags = ["--models", "small/1M/GDN-NoPE-HH", "--lengths", "16", "--tokens", "32", "--repeats", "2"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plait"]
+    asked = [
+        "bench",
+        "train",
+        "--parallel",
+        "ddp,fsdp",
+        "--device",
+        "cpu",
+        *flags,
+        "--out",
+        str(tmp_path / "rows.json"),
+    ]
+    done = subprocess.run([*start, "bench", "train", *asked], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("plait fsdp") == 1  # the first process shows rows, for all
+    alone, *together = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["competitor"] for row in (alone, *together)] == ["plait, each alone", "plait ddp", "plait fsdp"]
+    for row in together:
+        assert row["efficiency"] == pytest.approx(alone["median_ms"] / row["median_ms"])
+        assert row["tokens_per_s"] == pytest.approx(2 * 32e3 / row["median_ms"])
 
 
 def test_peaks_of_devices():

@@ -336,6 +336,10 @@ def try_few(configs: int) -> None:
     Autotuner.__init__ = short
 
 
+if os.environ.get("PLAIT_CONFIGS"):  # not in pytest_configure: fla's conftest, which imports its kernels, comes before
+    try_few(int(os.environ["PLAIT_CONFIGS"]))
+
+
 def refused(name: str) -> bool:
     """Whether fla refuses the backward of one of its ops here."""
     from plait.mixers.fla import needs_detour
@@ -378,8 +382,6 @@ def pytest_configure(config) -> None:
         raise pytest.UsageError("FLA_CI_ENV=1 loosens the tolerances of fla's tests; unset it")
     if BACKEND not in ("torch", "fla", "flex", "naive"):
         raise pytest.UsageError(f"PLAIT_BACKEND={BACKEND}; it must be torch, fla, flex or naive")
-    if os.environ.get("PLAIT_CONFIGS"):
-        try_few(int(os.environ["PLAIT_CONFIGS"]))
     import fla.modules
 
     try:

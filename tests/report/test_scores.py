@@ -8,8 +8,9 @@ import pytest
 
 from plait.cli import main
 from plait.evals.show import load_results
+from plait.records import Record, append
 from plait.report.marks import Look
-from plait.report.scores import against_length, by_depth, by_task
+from plait.report.scores import against_length, by_depth, by_position, by_task
 
 
 @pytest.fixture
@@ -55,6 +56,20 @@ def test_what_charts_show(folder):
     assert [(v["down"], v["score"]) for v in values(depth) if v["length"] == 1024] == [
         *(("0%", 100.0), ("20%", 100.0), ("50%", 100.0), ("70%", 0.0))
     ]
+
+
+def test_losses_by_position(tmp_path, capsys):
+    def record(model, position, loss):
+        axes = {"suite": "ppl", "model": model, "length": 8, "position": position, "until": 2 * position}
+        return Record(kind="eval", name="position_loss", values={"loss": loss, "n": 3}, axes=axes)
+
+    rows = [record("a", 1, 6.0), record("a", 2, 5.0), record("b", 1, 7.0), record("b", 2, None)]
+    append(tmp_path / "records.jsonl", rows)
+    (panel,) = by_position(load_results([tmp_path])[0], Look())
+    assert [(v["model"], v["position"], v["loss"]) for v in values(panel)] == [("a", 1, 6), ("a", 2, 5), ("b", 1, 7)]
+    assert "a: 6.000 after 1, 5.000 after 2" in panel.description
+    assert main(["show", str(tmp_path), "--chart", str(tmp_path / "chart.svg")]) == 0
+    assert "passes of 8 tokens" in (tmp_path / "chart.svg").read_text()
 
 
 def test_the_command_writes_files(folder, tmp_path, capsys):

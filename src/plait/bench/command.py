@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,11 @@ def _bench_train(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--compile", type=str, default="false", help="plait's blocks: false, true or both")
     parser.add_argument("--backend", type=str | None, help="plait's: torch, fla or auto (default: torch; CUDA: auto)")
+    parser.add_argument(
+        "--parallel",
+        type=several(str),
+        help="under torchrun: ddp, fsdp, or both, against each process alone, and no other competitors",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="measurements each median is of, fewer if slow")
     parser.add_argument("--without", type=several(str), help="leave out competitors: words of names, as attention,fla")
     parser.add_argument("--minutes", type=float | None, help="begin no model and length after this time")
@@ -145,6 +151,7 @@ def _bench_train(arguments: Sequence[str]) -> None:
         repeats=args.repeats,
         without=args.without or (),
         minutes=args.minutes,
+        parallel=args.parallel or (),
     )
     _print_cases(cases, args)
 
@@ -200,15 +207,17 @@ def _bench_eval(arguments: Sequence[str], find_model: Callable[[str], Path]) -> 
 
 
 def _print_cases(cases: Iterable[list[dict[str, Any]]], args: Namespace) -> None:
-    """Rows of a benchmark as they come."""
+    """Rows of a benchmark as they come; under torchrun the first process shows them, for all."""
     from plait.bench.rows import print_rows
 
-    rows = []
+    leads, rows = os.environ.get("RANK", "0") == "0", []
     for case in cases:
+        if not leads:
+            continue
         rows += case
         if args.out:
             Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
         if not args.json:
             print_rows(case)
-    if args.json:
+    if args.json and leads:
         print(json.dumps(rows, indent=1))

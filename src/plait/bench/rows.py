@@ -123,6 +123,7 @@ COLUMNS = {
     "us_per_token": "us/token",
     "tokens_per_s": "tokens/s",
     "mfu_percent": "MFU %",
+    "efficiency": "efficiency",
     "ratio": "x plait",
     "ratio_compiled": "x compiled",
     "bar": "bar",

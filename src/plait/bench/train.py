@@ -57,6 +57,7 @@ SIZES = {"cpu": ("small/3M", (128, 512), 512), "cuda": ("001/376M", (4096, 32768
 Built = tuple[nn.Module, Callable[[Tensor], Tensor]]
 """a model, and the mean loss of tokens_BT"""
 COMPILE = ("false", "true", "both")
+SPREAD = ("ddp", "fsdp")
 TWIN = "plait, full attention"
 BAR, TWIN_BAR, LONG = 1.0, 1.5, 32768
 """competitors' time over plait's; the full-attention twin's over that of a layer-wise hybrid, from LONG tokens on"""
@@ -73,13 +74,15 @@ def bench_train(
     repeats: int = 5,
     without: Sequence[str] = (),
     minutes: float | None = None,
+    parallel: Sequence[str] = (),
 ) -> Iterator[list[Row]]:
     """Rows of one model and length after another: case, batch, length, competitor, median_ms, tokens_per_s,
     mfu_percent, peak_mb, ratio, bar, met, note.
 
     models: presets. tokens: of an update, in whole rows, at least one. compile: plait's blocks: false, true or both.
     backend: of plait's recurrences; None: auto on CUDA, torch on a CPU.
-    without: words in the names of competitors that are left out. minutes: no case begins later.
+    without: words in the names of competitors that are left out. minutes: no case begins later. parallel: ddp, fsdp, of
+    the processes that torchrun started, which then compete with each of them alone (plait.bench.scaling).
     """
     options = Options(torch.device(device), None, repeats, tuple(without))
     kind = "cuda" if options.cuda else "cpu"
@@ -94,6 +97,14 @@ def bench_train(
     backend = backend or ("auto" if options.cuda else "torch")
     check_backend(backend)
     specs = {name: dataclasses.replace(preset(name), context_length=max(lengths)) for name in models}
+    if parallel:
+        for kind in parallel:
+            if kind not in SPREAD:
+                raise ValueError(f"parallel: {kind!r}; {suggest(kind, SPREAD)}")
+        from plait.bench.scaling import bench_scaling
+
+        shared = {"device": device, "backend": backend, "repeats": repeats, "minutes": minutes}
+        return bench_scaling(specs, lengths, tokens, parallel=parallel, **shared)
     ours = partial(_ours, options.device, backend)
     fields = {"device": device_name(options.device), "dtype": dtype_name(dtype_of(options.device)), "backend": backend}
     return _cases(specs, lengths, tokens, partial(_sides, ours, compile, options), fields, options, minutes)

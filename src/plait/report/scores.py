@@ -1,4 +1,5 @@
-"""Charts of evaluations: length x task and depth x length of every model, models against length. No torch."""
+"""Charts of evaluations: length x task and depth x length of every model; models against length, and their losses
+against position. No torch."""
 
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ def save_charts(folders: Sequence[str | Path], output: Path, look: Look | None =
     look = look or Look()
     if output.suffix not in FORMATS:
         raise ValueError(f"chart = {output}; its name must end in {', '.join(FORMATS)}")
-    found = [shown for shown in load_results(folders)[0] if cells(shown.rows)]
-    if not found:
-        raise ValueError(f"chart: {', '.join(map(str, folders))}: no scores of samples in there")
-    rows = [against_length(found, look), by_task(found, look), by_depth(found, look)]
+    everything = load_results(folders)[0]
+    found = [shown for shown in everything if cells(shown.rows)]
+    rows = [against_length(found, look), by_task(found, look), by_depth(found, look), by_position(everything, look)]
+    if not any(rows):
+        raise ValueError(
+            f"chart: {', '.join(map(str, folders))}: no scores of samples and no losses by position in there"
+        )
     joined = alt.vconcat(
         *(alt.concat(*(panel.chart for panel in panels), columns=3, spacing=36) for panels in rows if panels),
         spacing=36,
@@ -43,9 +47,7 @@ def save_charts(folders: Sequence[str | Path], output: Path, look: Look | None =
 def against_length(found: Sequence[Shown], look: Look) -> list[Panel]:
     """Of each suite a panel, with a line and the interval of the mean over tasks for each model."""
     panels = []
-    colours = list(look.palette.families.values())
-    labels = list(dict.fromkeys(shown.label for shown in found))
-    scale = alt.Scale(domain=labels, range=[colours[i % len(colours)] for i in range(len(labels))])
+    colour = _colour(found, look)
     for suite in dict.fromkeys(shown.suite for shown in found):
         means = {shown.label: means_of(shown.rows) for shown in found if shown.suite == suite}
         values = [
@@ -55,13 +57,51 @@ def against_length(found: Sequence[Shown], look: Look) -> list[Panel]:
         ]
         base = alt.Chart(alt.InlineData(values=values)).encode(
             alt.X("length:Q", title="tokens", scale=alt.Scale(type="log", base=2, nice=False)),
-            alt.Color("model:N", title=None, scale=scale),
+            colour,
         )
         score = alt.Y("score:Q", title="score", scale=alt.Scale(domain=[0, 100]))
         bars = base.mark_rule(opacity=0.5, strokeWidth=1.5).encode(alt.Y("low:Q", title="score"), alt.Y2("high:Q"))
         layers: list[Any] = [bars, base.mark_line(strokeWidth=1.8).encode(score)]
         layers.append(base.mark_point(filled=True, size=30, opacity=1).encode(score))
         panels.append(panel(f"{suite}: mean over tasks", layers, look, _story(f"{suite}, mean over tasks", means)))
+    return panels
+
+
+def _colour(found: Sequence[Shown], look: Look) -> alt.Color:
+    """One for each model."""
+    colours = list(look.palette.families.values())
+    labels = list(dict.fromkeys(shown.label for shown in found))
+    scale = alt.Scale(domain=labels, range=[colours[i % len(colours)] for i in range(len(labels))])
+    return alt.Color("model:N", title=None, scale=scale, legend=alt.Legend(labelLimit=0))
+
+
+def by_position(found: Sequence[Shown], look: Look) -> list[Panel]:
+    """Of each length of a pass a panel with a line for each model: its loss where so many tokens came before."""
+    losses: dict[int, dict[str, dict[int, float]]] = {}
+    for shown in found:
+        for record in shown.records:
+            if record.name == "position_loss" and (loss := record.values["loss"]) is not None:
+                axes = record.axes
+                losses.setdefault(int(axes["length"]), {}).setdefault(shown.label, {})[int(axes["position"])] = loss
+    panels = []
+    for length, of_models in sorted(losses.items()):
+        values = [
+            {"position": position, "loss": loss, "model": label}
+            for label, curve in of_models.items()
+            for position, loss in curve.items()
+        ]
+        base = alt.Chart(alt.InlineData(values=values)).encode(
+            alt.X("position:Q", title="tokens before", scale=alt.Scale(type="log", base=2, nice=False)),
+            alt.Y("loss:Q", title="nats a token", scale=alt.Scale(zero=False)),
+            _colour(found, look),
+        )
+        layers: list[Any] = [base.mark_line(strokeWidth=1.8), base.mark_point(filled=True, size=20, opacity=1)]
+        told = [
+            f"{label}: " + ", ".join(f"{loss:.3f} after {position:,}" for position, loss in curve.items())
+            for label, curve in of_models.items()
+        ]
+        name = f"loss by position, passes of {length:,} tokens"
+        panels.append(panel(name, layers, look, f"{name}. {'; '.join(told)}."))
     return panels
 
 
