@@ -64,8 +64,9 @@ class Judged:
     @property
     def origin(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        dtype = str(self.subject.dtype).removeprefix("torch.")
-        return provenance(spec_hash=self.spec_hash, device=name) | {"dtype": dtype}
+        asked = self.subject.dtype
+        dtype = {} if asked is None else {"dtype": str(asked).removeprefix("torch.")}
+        return provenance(spec_hash=self.spec_hash, device=name) | dtype
 
     @cached_property
     def identity(self) -> str:

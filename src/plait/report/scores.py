@@ -55,8 +55,9 @@ def against_length(found: Sequence[Shown], look: Look) -> list[Panel]:
             for label, by_length in means.items()
             for length, e in by_length.items()
         ]
+        axis = alt.Axis(values=sorted({row["length"] for row in values}), format=",d")
         base = alt.Chart(alt.InlineData(values=values)).encode(
-            alt.X("length:Q", title="tokens", scale=alt.Scale(type="log", base=2, nice=False)),
+            alt.X("length:Q", title="tokens", scale=alt.Scale(type="log", base=2, nice=False), axis=axis),
             colour,
         )
         score = alt.Y("score:Q", title="score", scale=alt.Scale(domain=[0, 100]))
