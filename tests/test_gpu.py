@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from plait import records
 from plait.data.spaced_retrieval import SpacedRetrieval
@@ -13,7 +15,9 @@ from plait.mixers.attention import attend_last, attend_naive
 from plait.model.generate import generate, prefill
 from plait.model.lm import LM
 from plait.probes import layer_retrieval_scores
+from plait.scoring import CrossEntropy
 from plait.spec import Spec
+from plait.train.checkpoint import checkpoints
 from plait.train.config import TrainConfig
 from plait.train.loop import train
 
@@ -145,3 +149,27 @@ def test_training_and_scores(tmp_path):
     scores = layer_retrieval_scores(model, task, 30)
     on_cpu = layer_retrieval_scores(model.cpu(), task, 30)
     torch.testing.assert_close(scores, on_cpu, rtol=1e-2, atol=1e-3)
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    task = SpacedRetrieval(gaps=(4, 30), batch_size=8, eval_pairs=10)
+    spec = Spec.from_layout("gdn nope", vocab_size=12, d_model=64, num_layers=2, num_heads=2, d_ff=64)
+    config = TrainConfig(steps=6, warmup=2, checkpoint_every=3, keep=0)
+    whole = train(tmp_path / "x", spec, task, config, settings={}, device="cuda", progress=False).state_dict()
+    shutil.rmtree(checkpoints(tmp_path / "x")[-1])
+    again = train(tmp_path / "x", spec, task, config, settings={}, device="cuda", progress=False).state_dict()
+    for name, value in whole.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_losses_in_bf16():
+    """Slices, and the gradient that is written in the dtype of the logits."""
+    logits, target = torch.randn(500, 300_000, device="cuda", dtype=torch.bfloat16), torch.arange(500, device="cuda")
+    logits.requires_grad_()
+    loss, _, lse = CrossEntropy.apply(logits, target)
+    (loss.mean() + lse.square().mean()).backward()
+    exact = logits.detach().float().requires_grad_()
+    want = F.cross_entropy(exact, target, reduction="none")
+    torch.testing.assert_close(loss, want)
+    (want.mean() + exact.logsumexp(-1).square().mean()).backward()
+    assert error(logits.grad, exact.grad) < 2**-7

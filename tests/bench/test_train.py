@@ -137,23 +137,14 @@ def test_mistakes(capsys, flags, message):
 
 
 def test_two_processes_against_each_alone(tmp_path):
+    out = tmp_path / "rows.json"
     flags = ["--models", "small/1M/GDN-NoPE-HH", "--lengths", "16", "--tokens", "32", "--repeats", "2"]
+    flags += ["--parallel", "ddp,fsdp", "--device", "cpu", "--out", str(out)]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plait"]
-    asked = [
-        "bench",
-        "train",
-        "--parallel",
-        "ddp,fsdp",
-        "--device",
-        "cpu",
-        *flags,
-        "--out",
-        str(tmp_path / "rows.json"),
-    ]
-    done = subprocess.run([*start, "bench", "train", *asked], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*start, "bench", "train", *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("plait fsdp") == 1  # the first process shows rows, for all
-    alone, *together = json.loads((tmp_path / "rows.json").read_text())
+    alone, *together = json.loads(out.read_text())
     assert [row["competitor"] for row in (alone, *together)] == ["plait, each alone", "plait ddp", "plait fsdp"]
     for row in together:
         assert row["efficiency"] == pytest.approx(alone["median_ms"] / row["median_ms"])

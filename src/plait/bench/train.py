@@ -1,11 +1,11 @@
 """`plait bench train`: updates of whole models, plait's against those of the same shapes in transformers and fla.
 
-An update is forward, backward and AdamW, of a fixed number of tokens; bf16 autocast over fp32 parameters on CUDA, fp32
-on a CPU. plait computes its loss as its training loop does, the others from `labels`, as their users do. `ratio` is a
-competitor's time over plait's, measured in one process; where the project promises one, `bar` is it. Hybrids also run
-against their own full-attention twin. MFU is of the FLOPs of plait.cost over the data sheet's peak, or, where that does
-not know the device, that of a measured matrix product. Memory is all that a competitor needs: weights, optimizer state,
-and an update at its height.
+An update is forward, backward and AdamW (fused on CUDA), of a fixed number of tokens; under bf16 autocast over fp32
+parameters on CUDA, in fp32 on a CPU. plait computes its loss as its training loop does, the others from `labels`, as
+their users do. `ratio` is a competitor's time over plait's, measured in one process; where the project promises one,
+`bar` is it. Hybrids also run against their own full-attention twin. MFU is of the FLOPs of plait.cost over the data
+sheet's peak, or, where that does not know the device, that of a measured matrix product. Memory is all that a competitor
+needs: weights, optimizer state, and an update at its height.
 
 What runs out of memory is tried once more with its layers recomputed in the backward pass, and says so.
 
@@ -155,7 +155,11 @@ class Side:
         self.model.train()
         config = TrainConfig()
         own = isinstance(self.model, LM)
-        self.optimizer = make_optimizer(self.model, config) if own else torch.optim.AdamW(self.model.parameters())
+        if own:
+            self.optimizer = make_optimizer(self.model, config)
+        else:
+            fused = True if self.device.type == "cuda" else None
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=fused)
 
     def attempt(self, call: Callable[[], None]) -> None:
         try:

@@ -89,12 +89,16 @@ def save_checkpoint(
 def load_optimizer(checkpoint: Checkpoint, model: LM, optimizer: torch.optim.Optimizer) -> None:
     """Put the saved state of every parameter back; those that were never updated have none."""
     parameters = dict(model.named_parameters())
+    fused = any(group.get("fused") for group in optimizer.param_groups)  # these count updates where parameters are
     for full_name, value in read_tensors(checkpoint.path, "trainer").items():
         key, name = full_name.split(".", 1)
         if name not in parameters:
             raise ValueError(f"{checkpoint.path}: optimizer state of {name}, which this model does not have")
         parameter = parameters[name]
-        optimizer.state[parameter][key] = value if key == "step" else placed_like(value, parameter)
+        if key == "step":
+            optimizer.state[parameter][key] = value.to(parameter.device) if fused else value
+        else:
+            optimizer.state[parameter][key] = placed_like(value, parameter)
 
 
 def checkpoints(run: Path) -> list[Path]:

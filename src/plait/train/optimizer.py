@@ -42,4 +42,5 @@ def make_optimizer(model: LM, config: TrainConfig) -> torch.optim.Optimizer:
         ],
         lr=config.lr,
         betas=betas,
+        fused=True if all(p.is_cuda for p in model.parameters()) else None,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from plait.data import Task
 
 KEPT, CHUNK = 2**27, 8192
-"""plait.scoring's: logits that are kept for a gradient, and the positions at a time of those that are not"""
+"""plait.scoring's: logits that are kept for a gradient on a CPU, and the positions at a time of those that are not"""
 SAMPLES = 32
 """batches that the size of an update is averaged over, where it varies"""
 BUCKET = 2**25
@@ -142,6 +143,7 @@ def plan(
     done: int = 0,
     fresh: bool = True,
     bf16: bool = False,
+    kept: int = KEPT,
     processes: int = 1,
     sharded: bool = False,
 ) -> Plan:
@@ -149,7 +151,7 @@ def plan(
 
     batches: groups of one or more updates, as the data has them; all updates are taken to be like these on average.
     fresh: the run begins with new weights, and so with a checkpoint before its first update.
-    bf16: under autocast.
+    bf16: under autocast. kept: plait.scoring.most_kept of the device.
     processes: that share the rows of every batch, and, if `sharded`, weights, gradients and the optimizer's state.
     """
     rates = config.rates
@@ -158,7 +160,8 @@ def plan(
     tokens = sum(group.rows * group.length for group in groups) / count
     flops = sum(group_flops(spec, config, group) for group in groups) / count
     pieces = [piece for group in groups for piece in _pieces(config, group, processes)]
-    piece = max(pieces, key=lambda p: activation_bytes(spec, p, bf16=bf16, recompute=config.recompute))
+    activations = partial(activation_bytes, spec, bf16=bf16, recompute=config.recompute, kept=kept)
+    piece = max(pieces, key=activations)
 
     changes = {0, done, *(x for f in config.freezes for x in (f.start, f.stop) if x and x < config.steps)}
     trained = {step: list(_trained(spec, config, step)) for step in changes}
@@ -173,7 +176,7 @@ def plan(
         gradients=gradients if summed else gradients // shares,
         optimizer=optimizer // shares,
         casts=2 * sum(part.matrices for part in _parts(spec)) if bf16 else 0,
-        activations=activation_bytes(spec, piece, bf16=bf16, recompute=config.recompute),
+        activations=activations(piece),
         exchange=_exchanged(spec, sharded) if processes > 1 else 0,
     )
     every = config.checkpoint_every
@@ -244,6 +247,7 @@ def plan_run(
     import torch
 
     from plait.data import IGNORE
+    from plait.scoring import most_kept
     from plait.train import loop
     from plait.train.checkpoint import Checkpoint, check_settings, find_checkpoint, last_whole
     from plait.train.distributed import shards
@@ -270,7 +274,8 @@ def plan_run(
     autocast = loop.in_bf16(torch.device(device), config.precision)
     sharded = shards(config.parallel, processes, total_params(spec))
     begun = {"done": done, "fresh": start is None}
-    return plan(spec, config, batches, **begun, bf16=autocast, processes=processes, sharded=sharded)
+    most = most_kept(torch.device(device))
+    return plan(spec, config, batches, **begun, bf16=autocast, kept=most, processes=processes, sharded=sharded)
 
 
 @dataclass(frozen=True)
@@ -336,19 +341,21 @@ def group_flops(spec: Spec, config: TrainConfig, group: Shape) -> float:
     return flops
 
 
-def activation_bytes(spec: Spec, piece: Shape, *, bf16: bool, recompute: bool) -> int:
+def activation_bytes(spec: Spec, piece: Shape, *, bf16: bool, recompute: bool, kept: int = KEPT) -> int:
     """About what forward keeps for backward, and the logits.
 
     A token keeps: of a norm's input and output and the residual stream, 16 bytes a channel for each norm; of an MLP,
     the outputs of its matrices, of its activation and their product; of softmax attention, 1.5 numbers (with a window
     2.5) for every channel of its projections; of a recurrence, whose chunks are in fp32, 16 bytes. Fitted to models of
-    256 channels. Of a logit, three numbers in fp32. recompute: of all blocks but one, their input alone.
+    256 channels. Of a logit, three numbers. recompute: of all blocks but one, their input alone.
+    kept: plait.scoring.most_kept of the device.
     """
     number = 2 if bf16 else 4
     blocks = [_block_bytes(layer, spec.d_model, number) for layer in spec.layers]
-    kept = max(blocks) + 4 * spec.d_model * len(blocks) if recompute else sum(blocks)
-    positions = piece.targets if piece.targets * spec.vocab_size <= KEPT else min(piece.targets, CHUNK)
-    return round(piece.rows * piece.length * kept + 12 * positions * spec.vocab_size)
+    each = max(blocks) + 4 * spec.d_model * len(blocks) if recompute else sum(blocks)
+    whole = piece.targets * spec.vocab_size <= (KEPT if recompute else kept)
+    positions = piece.targets if whole else min(piece.targets, CHUNK)
+    return round(piece.rows * piece.length * each + 3 * number * positions * spec.vocab_size)
 
 
 def _block_bytes(layer: Layer, d: int, number: int) -> float:
