@@ -4,8 +4,8 @@ An update is forward, backward and AdamW (fused on CUDA), of a fixed number of t
 parameters on CUDA, in fp32 on a CPU. plait computes its loss as its training loop does, the others from `labels`, as
 their users do. `ratio` is a competitor's time over plait's, measured in one process; where the project promises one,
 `bar` is it. Hybrids also run against their own full-attention twin. MFU is of the FLOPs of plait.cost over the data
-sheet's peak, or, where that does not know the device, that of a measured matrix product. Memory is all that a competitor
-needs: weights, optimizer state, and an update at its height.
+sheet's peak, or, where that does not know the device, that of a measured matrix product. Memory is all that a
+competitor needs: weights, optimizer state, and an update at its height.
 
 What runs out of memory is tried once more with its layers recomputed in the backward pass, and says so.
 
