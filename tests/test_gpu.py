@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from plait import records
+from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.mixers.attention import attend_last, attend_naive
 from plait.model.generate import generate, prefill
 from plait.model.lm import LM
 from plait.probes import layer_retrieval_scores
-from plait.scoring import CrossEntropy
 from plait.spec import Spec
 from plait.train.checkpoint import checkpoints
 from plait.train.config import TrainConfig
@@ -162,14 +162,19 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
         torch.testing.assert_close(again[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_losses_in_bf16():
-    """Slices, and the gradient that is written in the dtype of the logits."""
-    logits, target = torch.randn(500, 300_000, device="cuda", dtype=torch.bfloat16), torch.arange(500, device="cuda")
-    logits.requires_grad_()
-    loss, _, lse = CrossEntropy.apply(logits, target)
-    (loss.mean() + lse.square().mean()).backward()
-    exact = logits.detach().float().requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_losses_of_a_large_vocabulary(dtype):
+    """The kernel: its losses, and the gradients it writes over the logits."""
+    torch.manual_seed(0)
+    logits = torch.randn(500, 300_000, device="cuda").to(dtype)
+    target = torch.arange(500, device="cuda")
+    target[7] = logits[7].argmax()
+    exact = logits.double().requires_grad_()
     want = F.cross_entropy(exact, target, reduction="none")
-    torch.testing.assert_close(loss, want)
-    (want.mean() + exact.logsumexp(-1).square().mean()).backward()
-    assert error(logits.grad, exact.grad) < 2**-7
+    want.sum().backward()
+    loss, correct, lse = cross_entropy(logits, target, overwrite=True)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact.logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert correct.nonzero().flatten().tolist() == [7]
+    assert exact.grad is not None
+    assert error(logits, exact.grad) < (2**-8 if dtype == torch.bfloat16 else 1e-6)

@@ -31,6 +31,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("mixers",),
     ("model",),
+    ("cross_entropy",),
     ("scoring",),
     ("windows",),
     ("hf", "train", "evals", "probes"),

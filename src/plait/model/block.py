@@ -72,7 +72,7 @@ class Block(nn.Module):
         layer = self.layer
         x = self.taps["in"](x_BTD, seq)
         if layer.parallel and self.mlp is not None:
-            n = self.norm1(x)
+            n = _narrow(self.norm1(x))
             y, _ = self.mixer(n, state, seq)
             z = self.taps["mlp_out"](self.mlp(n), seq)
             return self.taps["out"](x + layer.mixer_multiplier * y + layer.mlp_multiplier * z, seq)
@@ -84,7 +84,15 @@ class Block(nn.Module):
         return self.taps["out"](x, seq)
 
     def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return x if self.layer.norm_placement == "post" else norm(x)
+        return _narrow(x if self.layer.norm_placement == "post" else norm(x))
 
     def _after(self, norm: nn.Module, post_norm: nn.Module, y: Tensor) -> Tensor:
         return norm(y) if self.layer.norm_placement == "post" else post_norm(y)
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """Under autocast the dtype of matrix products, which would each make a copy of their own of it."""
+    device = x.device.type
+    return (
+        x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) and x.dtype == torch.float32 else x
+    )

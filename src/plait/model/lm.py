@@ -161,6 +161,11 @@ class LM(nn.Module):
         logits = F.linear(x, self.embed.weight) if self.lm_head is None else self.lm_head(x)
         return logits if self.spec.logit_multiplier == 1 else logits * self.spec.logit_multiplier
 
+    def head(self) -> tuple[Tensor, float] | None:
+        """The matrix [V, D] and the factor of `logits`; None where another module stands in for the head's."""
+        module = self.embed if self.lm_head is None else self.lm_head
+        return (module.weight, self.spec.logit_multiplier) if type(module) in (nn.Embedding, nn.Linear) else None
+
     def new_cache(self, batch: int, max_length: int, *, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `batch` sequences of up to max_length tokens; recurrent states are at least fp32."""
         if batch < 1 or max_length < 1:

@@ -347,7 +347,7 @@ def activation_bytes(spec: Spec, piece: Shape, *, bf16: bool, recompute: bool, k
     A token keeps: of a norm's input and output and the residual stream, 16 bytes a channel for each norm; of an MLP,
     the outputs of its matrices, of its activation and their product; of softmax attention, 1.5 numbers (with a window
     2.5) for every channel of its projections; of a recurrence, whose chunks are in fp32, 16 bytes. Fitted to models of
-    256 channels. Of a logit, three numbers. recompute: of all blocks but one, their input alone.
+    256 channels. Of a logit, one number. recompute: of all blocks but one, their input alone.
     kept: plait.scoring.most_kept of the device.
     """
     number = 2 if bf16 else 4
@@ -355,7 +355,7 @@ def activation_bytes(spec: Spec, piece: Shape, *, bf16: bool, recompute: bool, k
     each = max(blocks) + 4 * spec.d_model * len(blocks) if recompute else sum(blocks)
     whole = piece.targets * spec.vocab_size <= (KEPT if recompute else kept)
     positions = piece.targets if whole else min(piece.targets, CHUNK)
-    return round(piece.rows * piece.length * each + 3 * number * positions * spec.vocab_size)
+    return round(piece.rows * piece.length * each + number * positions * spec.vocab_size)
 
 
 def _block_bytes(layer: Layer, d: int, number: int) -> float:
