@@ -18,9 +18,10 @@ def cross_entropy(logits_NV: Tensor, target_N: Tensor, overwrite: bool) -> tuple
     assert logits_NV.stride(1) == 1 and target_N.is_contiguous()
     loss_N, lse_N = (torch.empty(N, dtype=torch.float32, device=logits_NV.device) for _ in range(2))
     correct_N = torch.empty(N, dtype=torch.bool, device=logits_NV.device)
+    own = logits_NV, target_N, loss_N, correct_N, lse_N
     if N:
-        own = logits_NV, target_N, loss_N, correct_N, lse_N
-        _rows[(N,)](*own, logits_NV.stride(0), V=V, OVERWRITE=overwrite, BLOCK=BLOCK, num_warps=WARPS)
+        with torch.cuda.device_of(logits_NV):
+            _rows[(N,)](*own, logits_NV.stride(0), V=V, OVERWRITE=overwrite, BLOCK=BLOCK, num_warps=WARPS)
     return loss_N, correct_N, lse_N
 
 
