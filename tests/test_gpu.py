@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 
@@ -13,8 +14,10 @@ from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.mixers.attention import attend_last, attend_naive
+from plait.model.block import Mlp
 from plait.model.generate import generate, prefill
 from plait.model.lm import LM
+from plait.positions import apply_rope
 from plait.probes import layer_retrieval_scores
 from plait.spec import Spec
 from plait.train.checkpoint import checkpoints
@@ -178,3 +181,23 @@ def test_losses_of_a_large_vocabulary(dtype):
     assert correct.nonzero().flatten().tolist() == [7]
     assert exact.grad is not None
     assert error(logits, exact.grad) < (2**-8 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_kernels_of_rope_and_swiglu():
+    """Outputs and gradients in fp32 are those of the formulas in float64."""
+    torch.manual_seed(0)
+    mlp, angle = Mlp("swiglu", 64, 200, False), torch.randn(1, 9, 1, 6)
+    with torch.no_grad():
+        mlp.init_weights(0.3, torch.Generator().manual_seed(0))
+    x, grad = torch.randn(2, 9, 4, 16), torch.randn(2, 9, 64)
+    found = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        own = copy.deepcopy(mlp).to(device, dtype)
+        leaf = x.to(device, dtype).requires_grad_()
+        cos, sin = (table.to(device, dtype) for table in (angle.cos(), angle.sin()))
+        rotated = [apply_rope(leaf, cos, sin, interleaved) for interleaved in (False, True)]
+        out = own(torch.cat(rotated, -1).flatten(2).view(2, 9, 2, 64).sum(2))
+        grads = torch.autograd.grad(out, (leaf, *own.parameters()), grad.to(device, dtype))
+        found.append((*rotated, out, *grads))
+    for got, want in zip(*found, strict=True):
+        assert error(got, want) < 1e-5

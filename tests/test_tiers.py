@@ -27,6 +27,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("presets",),
     ("extend",),
+    ("kernels",),
     ("positions",),
     ("data",),
     ("mixers",),

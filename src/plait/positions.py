@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.config import Softmax
+from plait.kernels import usable
 from plait.rope import RopeScaling
 
 
@@ -73,24 +74,33 @@ def apply_rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> T
 
 
 class _Rotation(torch.autograd.Function):
-    """A fifth of the memory traffic of the formula and its gradient, which is the rotation back."""
+    """The gradient is the rotation back; autograd's own would read and write several times as much."""
 
     @staticmethod
     def forward(ctx: Any, x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        dim = 2 * cos.shape[-1]
-        out = torch.empty_like(x_BTHD) if dim == x_BTHD.shape[-1] else x_BTHD.clone()
-        a, b = _pairs(x_BTHD[..., :dim], interleaved)
-        a_out, b_out = _pairs(out[..., :dim], interleaved)
-        torch.addcmul(a * cos, b, sin, value=-1, out=a_out)
-        torch.addcmul(b * cos, a, sin, out=b_out)
-        return out
+        return _rotated(x_BTHD, cos, sin, interleaved, trained=ctx.needs_input_grad[0])
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_BTHD: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _Rotation.apply(grad_BTHD, cos, -sin, ctx.interleaved), None, None, None
+        return _rotated(grad_BTHD, cos, -sin, ctx.interleaved, trained=True), None, None, None
+
+
+def _rotated(x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, trained: bool) -> Tensor:
+    if trained and usable(x_BTHD):
+        from plait.kernels.rotation import rotate
+
+        return rotate(x_BTHD, cos, sin, interleaved)
+    dim = 2 * cos.shape[-1]
+    out = torch.empty_like(x_BTHD) if dim == x_BTHD.shape[-1] else x_BTHD.clone()
+    a, b = _pairs(x_BTHD[..., :dim], interleaved)
+    a_out, b_out = _pairs(out[..., :dim], interleaved)
+    torch.addcmul(a * cos, b, sin, value=-1, out=a_out)
+    torch.addcmul(b * cos, a, sin, out=b_out)
+    return out
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.config import GATED, Layer, MlpKind
+from plait.kernels import usable
 from plait.mixers import Backend, build_mixer
 from plait.mixers.base import State, init_linear, linear, taps
 from plait.mixers.norm import Norm
@@ -40,7 +41,12 @@ class Mlp(nn.Module):
         up = self.up(x_BTD)
         if self.gate is None:
             return self.down(self.act(up))
-        gate = self.act(self.gate(x_BTD))
+        gate = self.gate(x_BTD)
+        if torch.is_grad_enabled() and self.act is F.silu and usable(gate):
+            from plait.kernels.swiglu import Swiglu
+
+            return self.down(Swiglu.apply(gate, up))
+        gate = self.act(gate)
         return self.down(gate * up if torch.is_grad_enabled() else gate.mul_(up))  # fresh memory costs a CPU more
 
 

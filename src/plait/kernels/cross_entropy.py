@@ -1,4 +1,4 @@
-"""plait.cross_entropy's kernel for GPUs: each logit is read from memory once, and its gradient written in its place."""
+"""Losses of rows of logits: each logit is read from memory once, and its gradient written in its place."""
 
 # Triton comes with torch where there are GPUs
 # pyright: reportMissingImports=false, reportIndexIssue=false

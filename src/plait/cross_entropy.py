@@ -9,15 +9,15 @@ Shapes: N positions, V vocabulary, D = d_model.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.kernels import usable
+
 SLICE = {"cpu": 2**19, "cuda": 2**26}
 """logits whose probabilities exist at a time, in fp32, where there is no kernel; they fit a CPU's cache"""
-TRITON = find_spec("triton") is not None
 
 
 class HeadCrossEntropy(torch.autograd.Function):
@@ -64,8 +64,8 @@ def cross_entropy(logits_NV: Tensor, target_N: Tensor, *, overwrite: bool = Fals
 
     overwrite: the logits become the gradients of the losses with respect to them.
     """
-    if logits_NV.is_cuda and TRITON and logits_NV.dtype != torch.float64:
-        from plait.cross_entropy.kernel import cross_entropy as kernel
+    if usable(logits_NV):
+        from plait.kernels.cross_entropy import cross_entropy as kernel
 
         return kernel(logits_NV, target_N, overwrite)
     size = max(1, SLICE.get(logits_NV.device.type, SLICE["cpu"]) // logits_NV.shape[-1])

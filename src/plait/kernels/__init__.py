@@ -1,0 +1,18 @@
+"""Triton kernels for training on GPUs, where an update's time goes into reading and writing tensors.
+
+Each replaces a formula of PyTorch, which stands beside its call and is taken everywhere else: on CPUs, in float64,
+without Triton, and where torch.compile makes kernels of its own. Its modules import Triton: ask `usable` first.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+TRITON = find_spec("triton") is not None
+
+
+def usable(x: Tensor) -> bool:
+    return x.is_cuda and TRITON and x.dtype != torch.float64 and not torch.compiler.is_compiling()

@@ -1,0 +1,60 @@
+"""Triton kernels by its interpreter, on a CPU, against the formulas that they stand for; test_gpu has them on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CROSS_ENTROPY = """
+import torch
+from plait.cross_entropy import _slice
+from plait.kernels.cross_entropy import cross_entropy
+for dtype in (torch.float32, torch.bfloat16):
+    logits, target = 9 * torch.randn(5, 9001).to(dtype), torch.tensor([0, 9000, 4096, 17, 5])
+    logits[3, 17] = logits[3, 4100] = logits[3].max() + 5
+    mine = logits.clone()
+    for got, want in zip(cross_entropy(mine, target, True), _slice(logits, target, True)):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(mine, logits)
+"""
+ROTATION = """
+import torch
+from plait.kernels.rotation import rotate
+from plait.positions import _rotated
+for B, H, E, dim, interleaved, dtype in (
+    (2, 3, 8, 8, False, torch.float32),
+    (1, 4, 12, 6, True, torch.float32),
+    (3, 1, 16, 16, True, torch.bfloat16),
+    (2, 5, 10, 6, False, torch.bfloat16),
+):
+    x = torch.randn(B, 7, H + 1, 2 * E).to(dtype)[:, :, 1:, ::2].transpose(1, 2).contiguous().transpose(1, 2)
+    angle = torch.randn(1 if B > 2 else B, 7, 1, dim // 2)
+    got, want = (f(x, angle.cos(), angle.sin(), interleaved) for f in (rotate, lambda *a: _rotated(*a, trained=False)))
+    torch.testing.assert_close(got, want)
+"""
+SWIGLU = """
+import torch
+import torch.nn.functional as F
+from plait.kernels.swiglu import Swiglu
+for dtype in (torch.float32, torch.bfloat16):
+    gate, up, grad = (3 * torch.randn(2, 3, 1501) for _ in range(3))
+    gate, up, grad = (x.to(dtype) for x in (gate, up, grad))
+    leaves = gate.requires_grad_(), up.requires_grad_()
+    out = Swiglu.apply(gate, up.transpose(0, 0))
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = F.silu(exact[0]) * exact[1]
+    torch.testing.assert_close(out, want.to(dtype))
+    for got, grads in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, exact, grad.double())):
+        torch.testing.assert_close(got, grads.to(dtype))
+"""
+
+
+@pytest.mark.parametrize("code", [CROSS_ENTROPY, ROTATION, SWIGLU], ids=["cross_entropy", "rotation", "swiglu"])
+def test_by_the_interpreter(code):
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
