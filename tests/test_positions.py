@@ -140,6 +140,18 @@ def test_tables_are_at_least_float32(dtype: torch.dtype):
     assert rotate(config, x, torch.arange(300)[None]).dtype == dtype
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_of_a_rotation(interleaved: bool):
+    x = torch.randn(2, 3, 2, 6, dtype=torch.float64, requires_grad=True)
+    angle = torch.randn(1, 3, 1, 2, dtype=torch.float64)
+
+    def rotated(x: Tensor) -> Tensor:
+        return apply_rope(x, angle.cos(), angle.sin(), interleaved)
+
+    assert torch.autograd.gradcheck(rotated, x)
+    assert torch.autograd.gradgradcheck(rotated, x)
+
+
 def test_logn_scales():
     position = torch.tensor([[0, 1, 3, 15, 16, 99, 9999]])
     loglen = logn_scale(softmax(4, logn="loglen", logn_base=16.0), position, torch.float64)[0].tolist()

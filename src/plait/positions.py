@@ -65,7 +65,7 @@ def rope_tables(config: Softmax, position_BT: Tensor, dtype: torch.dtype) -> tup
 def apply_rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first rotary_dim channels of every head; the rest pass."""
     if not torch.compiler.is_compiling():
-        return _Rotation.apply(x_BTHD, cos, sin, interleaved)  # pyright: ignore[reportReturnType]
+        return _Rotation.apply(x_BTHD, cos, sin, interleaved, torch.is_grad_enabled())  # pyright: ignore[reportReturnType]
     dim = 2 * cos.shape[-1]
     a, b = _pairs(x_BTHD[..., :dim], interleaved)
     pairs = a * cos - b * sin, b * cos + a * sin
@@ -77,16 +77,15 @@ class _Rotation(torch.autograd.Function):
     """The gradient is the rotation back; autograd's own would read and write several times as much."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, trained: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotated(x_BTHD, cos, sin, interleaved, trained=ctx.needs_input_grad[0])
+        return _rotated(x_BTHD, cos, sin, interleaved, trained)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_BTHD: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad_BTHD, cos, -sin, ctx.interleaved, trained=True), None, None, None
+        return _Rotation.apply(grad_BTHD, cos, -sin, ctx.interleaved, True), None, None, None, None
 
 
 def _rotated(x_BTHD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, trained: bool) -> Tensor:

@@ -129,6 +129,7 @@ def test_command(capsys, tmp_path):
         (["--tokens", "0"], "tokens: 0; it must be at least 1"),
         (["--parallel", "fspd"], "parallel: 'fspd'; nearest: fsdp"),
         (["--parallel", "ddp"], "parallel = ddp; a single process runs"),
+        (["--parallel", "ddp", "--compile", "true"], "parallel: compile and without are for a single process"),
     ],
 )
 def test_mistakes(capsys, flags, message):

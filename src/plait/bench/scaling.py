@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from plait.bench.roofline import peaks
 from plait.bench.rows import OURS, Row, device_name, dtype_name, dtype_of, mb
 from plait.bench.timing import peak_bytes
-from plait.cost import cost, peak_flops
+from plait.bench.train import best_flops
+from plait.cost import cost
 from plait.data import IGNORE, Group
 from plait.mixers import Backend
 from plait.model.lm import LM
@@ -70,11 +70,10 @@ def bench_scaling(
     for name, spec in specs.items():
         for length in lengths:
             batch = max(1, tokens // length)
-            late = minutes is not None and time.monotonic() - start > 60 * minutes
-            if world.any(late):
-                return
+            late = world.any(minutes is not None and time.monotonic() - start > 60 * minutes)
             if world.leads:
-                print(f"{name}, {world.size} x {batch} x {length}", file=sys.stderr, flush=True)
+                label = f"{name}, {world.size} x {batch} x {length}{', not run' if late else ''}"
+                print(label, file=sys.stderr, flush=True)
             fields = {
                 "case": name,
                 "device": device_name(world.device),
@@ -84,7 +83,10 @@ def bench_scaling(
                 "batch": batch,
                 "length": length,
             }
-            yield _race(spec, worlds, backend, repeats, fields)
+            if late:
+                yield [{**fields, "competitor": ALONE, "note": f"not run: {minutes:g} minutes were over"}]
+            else:
+                yield _race(spec, worlds, backend, repeats, fields)
 
 
 def _race(spec: Spec, worlds: dict[str, World], backend: Backend, repeats: int, fields: Row) -> list[Row]:
@@ -98,7 +100,7 @@ def _race(spec: Spec, worlds: dict[str, World], backend: Backend, repeats: int, 
         for name, side in sides.items():
             seconds[name].append(_seconds(side.update, device))
     flops = 3 * cost(spec, length).flops_per_token
-    peak = (peak_flops(device_name(device)) if device.type == "cuda" else None) or peaks(device, dtype_of(device)).flops
+    peak = best_flops(device)
     alone, rows = statistics.median(seconds[ALONE]), []
     for name, side in sides.items():
         median = statistics.median(seconds[name])

@@ -98,6 +98,8 @@ def bench_train(
     check_backend(backend)
     specs = {name: dataclasses.replace(preset(name), context_length=max(lengths)) for name in models}
     if parallel:
+        if without or compile != "false":
+            raise ValueError("parallel: compile and without are for a single process; leave them out")
         for kind in parallel:
             if kind not in SPREAD:
                 raise ValueError(f"parallel: {kind!r}; {suggest(kind, SPREAD)}")
@@ -211,8 +213,7 @@ def _race(sides: Sequence[Side], spec: Spec, fields: Row, options: Options) -> l
     for side in sides:
         side.warm_up(tokens_BT)
     running = [side for side in sides if not side.failed]
-    peak = peak_flops(device_name(options.device)) if options.cuda else None
-    peak = peak or peaks(options.device, dtype_of(options.device)).flops
+    peak = best_flops(options.device)
     held = {side.name: side.held_bytes() for side in running}
     flops = {
         name: 3 * cost(full_attention_twin(spec) if name == TWIN else spec, length).flops_per_token for name in held
@@ -233,6 +234,12 @@ def _race(sides: Sequence[Side], spec: Spec, fields: Row, options: Options) -> l
     rows += [{**fields, "competitor": side.name} for side in sides if side.failed]
     notes = {side.name: {"note": side.note} for side in sides if side.note}
     return [{**notes.get(row["competitor"], {}), **row} for row in rows]
+
+
+def best_flops(device: torch.device) -> float:
+    """A second: the data sheet's, or measured where that does not know the device."""
+    peak = peak_flops(device_name(device)) if device.type == "cuda" else None
+    return peak or peaks(device, dtype_of(device)).flops
 
 
 def _sides(ours: Callable[..., Any], compile: str, options: Options, spec: Spec) -> Iterator[Side]:

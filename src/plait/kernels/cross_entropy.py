@@ -32,7 +32,8 @@ def _rows(logits, target, loss, correct, lse, stride, V: tl.constexpr, OVERWRITE
     logits += row * stride
     lanes = tl.arange(0, BLOCK)
     wanted_at = tl.load(target + row)
-    wanted = tl.load(logits + wanted_at).to(tl.float32)
+    inside = (wanted_at >= 0) & (wanted_at < V)  # else the loss is not a number
+    wanted = tl.load(logits + wanted_at, mask=inside, other=float("nan")).to(tl.float32)
     largest = tl.full((BLOCK,), -3e38, tl.float32)  # finite, so that differences are numbers
     total = tl.zeros((BLOCK,), tl.float32)
     best = tl.zeros((BLOCK,), tl.int32)
