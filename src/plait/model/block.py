@@ -99,6 +99,5 @@ class Block(nn.Module):
 def _narrow(x: Tensor) -> Tensor:
     """Under autocast the dtype of matrix products, which would each make a copy of their own of it."""
     device = x.device.type
-    return (
-        x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) and x.dtype == torch.float32 else x
-    )
+    narrows = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if narrows else x
