@@ -61,9 +61,9 @@ def conv_sees_other_documents(make):
 def empty_slots_decay(make):
     """A chunk's unused places have a decay, as a padded step that only zeroes v would."""
 
-    def pack(self, x):
+    def pack(self, x, *of):
         real = make(self, torch.ones_like(x[..., :1].flatten(3))) if x.ndim == 3 else None
-        return make(self, x) if real is None else torch.where(real > 0, make(self, x), -0.5)
+        return make(self, x, *of) if real is None else torch.where(real > 0, make(self, x, *of), -0.5)
 
     return pack
 

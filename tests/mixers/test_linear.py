@@ -7,7 +7,8 @@ import torch
 from mixers.rules import GLA, LINEAR, Rule, dense, relative_rms
 from torch import Tensor
 
-from plait.mixers.linear import linear_chunk, linear_naive, linear_step
+from plait.mixers import linear
+from plait.mixers.linear import fade, fade_back, linear_chunk, linear_naive, linear_step
 
 both = pytest.mark.parametrize("rule", [LINEAR, GLA], ids=lambda rule: rule.name)
 
@@ -60,3 +61,31 @@ def test_fixed_decays(rule: Rule, frozen) -> None:
     ours = run(rule.chunk(dense(2, 70), 32))
     for a, b in zip(ours, run(rule.naive), strict=True):
         assert relative_rms(a, b) < 1e-10
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(
+    "rows",
+    [[3] * 5, [3] * 64, [2] * 257, [2] * 4225, [4] * 70 + [3] * 65 + [1] * 131, [5, 4, 3, 2, 1], [2] * 63 + [1] * 66],
+    ids=lambda rows: f"{len(rows)} steps, {rows[0]} to {rows[-1]} states",
+)
+@pytest.mark.parametrize("group", [1, 8])
+def test_a_scan_by_groups_is_the_scan_step_by_step(rows, channels, group, monkeypatch) -> None:
+    monkeypatch.setattr(linear, "_group", lambda w: group if len(w) >= 64 else 1)  # as on a GPU
+    rng = torch.Generator().manual_seed(0)
+    N, E = sum(rows), rows[0] + 1  # one has no chunk at all
+    first_EKV, w_NKV, do_NKV, dlast_EKV = (torch.randn(n, 3, 2, generator=rng).double() for n in (E, N, N, E))
+    keep_NJ1 = torch.rand(N, 3 if channels else 1, 1, generator=rng).double() ** 0.1
+    leaves = [first_EKV.requires_grad_(), w_NKV.requires_grad_()]
+    state, starts = first_EKV, []
+    for keep, w in zip(keep_NJ1.split(rows), w_NKV.split(rows), strict=True):
+        starts.append(state[: len(w)])
+        state = torch.cat((keep * state[: len(w)] + w, state[len(w) :]))
+    theirs = torch.cat(starts), state
+    with torch.no_grad():
+        for dtype in (torch.float64, torch.float32):  # the narrower one as bf16 on a GPU
+            ours = fade(first_EKV, keep_NJ1, w_NKV, rows, dtype)
+            back = fade_back(dlast_EKV, keep_NJ1, do_NKV, rows, dtype)
+            torch.testing.assert_close(ours, (theirs[0].to(dtype), theirs[1]))
+            wanted = torch.autograd.grad(theirs, leaves, (do_NKV, dlast_EKV), retain_graph=True)
+            torch.testing.assert_close(back, (wanted[0], wanted[1].to(dtype)))

@@ -16,7 +16,9 @@ Shapes: N = chunks * states, C tokens of a chunk, G queries a state, R = G * C, 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from torch import Tensor
 from plait.mixers.seq import Chunks
 
 LOG2_E = 1.4426950408889634
+FAR = 1e9
+"""2 to the power of -FAR is 0"""
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
@@ -59,15 +63,17 @@ def widen(k_BTSK: Tensor, v_BTSV: Tensor, state_BSKV: Tensor | None, *others: Te
     return [x.to(dtype) for x in (k_BTSK, v_BTSV, state_BSKV, *others)]
 
 
-def pack(x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks) -> Tensor:
-    """x_BTH* -> [N, G * C, *]: the G queries of a state lie one after the other."""
-    x = chunks.pack(x_BTH.to(dtype))
+def pack(
+    x_BTH: Tensor, dtype: torch.dtype, num_states: int, chunks: Chunks, of: Callable[..., Tensor] | None = None
+) -> Tensor:
+    """x_BTH* -> [N, G * C, *]: the G queries of a state lie one after the other. of: Chunks.pack."""
+    x = chunks.pack(x_BTH.to(dtype), of)
     return x.reshape(x.shape[0] * num_states, -1, *x.shape[3:])
 
 
 def unpack(y: Tensor, num_heads: int, dtype: torch.dtype, chunks: Chunks) -> Tensor:
     """The inverse of pack."""
-    return chunks.unpack(y.to(dtype).view(-1, num_heads, chunks.size, *y.shape[2:]))
+    return chunks.unpack(y.view(-1, num_heads, chunks.size, *y.shape[2:]), dtype)
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:
@@ -79,16 +85,21 @@ def add_mm(c: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """c + scale * a b, c being fp32 or wider; what was c may be overwritten."""
     if torch.compiler.is_compiling():  # torch 2.11 cannot trace baddbmm with an out_dtype
         return c + scale * mm(a, b)
-    if a.dtype == torch.bfloat16:
-        return torch.baddbmm(c, a, b, alpha=scale, out_dtype=torch.float32)
+    if a.dtype == torch.bfloat16:  # without `out` it would copy c first
+        return torch.baddbmm(c, a, b, alpha=scale, out_dtype=torch.float32, out=c)
     return c.baddbmm_(a, b, alpha=scale)
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a * b, computed in the wider dtype of the two and rounded once, without a wide copy in between."""
-    if torch.compiler.is_compiling() or torch.promote_types(a.dtype, b.dtype) == dtype:
-        return (a * b).to(dtype)
-    return torch.mul(a, b, out=a.new_empty(torch.broadcast_shapes(a.shape, b.shape), dtype=dtype))
+    return _rounded(torch.mul, a, b, dtype=dtype)
+
+
+def _rounded(op: Callable[..., Tensor], *operands: Tensor, dtype: torch.dtype) -> Tensor:
+    if torch.compiler.is_compiling() or functools.reduce(torch.promote_types, (x.dtype for x in operands)) == dtype:
+        return op(*operands).to(dtype)
+    shape = torch.broadcast_shapes(*(x.shape for x in operands))
+    return op(*operands, out=operands[0].new_empty(shape, dtype=dtype))
 
 
 def store(place: Tensor, x: Tensor, scale: float) -> None:
@@ -99,14 +110,26 @@ def store(place: Tensor, x: Tensor, scale: float) -> None:
         torch.mul(x, scale, out=place)
 
 
-def mul_rows(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
-    """Rows of all queries times something each token has once, in the rows' dtype."""
-    return product(x_NRX.unflatten(1, (-1, gate_NCX.shape[1])), gate_NCX[:, None], x_NRX.dtype).flatten(1, 2)
+def mul_rows(x_NRX: Tensor, gate_NCX: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of all queries times something each token has once, in the rows' dtype or another."""
+    x = x_NRX.unflatten(1, (-1, gate_NCX.shape[1]))
+    return product(x, gate_NCX[:, None], dtype or x_NRX.dtype).flatten(1, 2)
 
 
-def mul_rows_(x_NRX: Tensor, gate_NCX: Tensor) -> Tensor:
-    """The same in place."""
-    x_NRX.unflatten(1, (-1, gate_NCX.shape[1])).mul_(gate_NCX[:, None])
+def use_rows(x_NRX: Tensor, gate_NCX: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same of rows that nobody needs any more: in place where the dtype is theirs."""
+    return mul_rows_(x_NRX, gate_NCX) if x_NRX.dtype == dtype else mul_rows(x_NRX, gate_NCX, dtype)
+
+
+def mul_rows_(x_NRX: Tensor, gate_NCX: Tensor, scale: float = 1.0) -> Tensor:
+    """The same in place, times a number."""
+    x = x_NRX.unflatten(1, (-1, gate_NCX.shape[1]))
+    if scale == 1:
+        x.mul_(gate_NCX[:, None])
+    elif gate_NCX.shape[2] == 1:
+        x.mul_(gate_NCX[:, None] * scale)
+    else:  # in one pass
+        torch.addcmul(x.new_zeros(()), x, gate_NCX[:, None], value=scale, out=x)
     return x_NRX
 
 
@@ -125,16 +148,29 @@ def drop_small_(x: Tensor) -> Tensor:
     return x if x.is_cuda else torch.threshold_(x, least(x.dtype), 0.0)
 
 
+def sum_after(x_NCJ: Tensor, rest_N1J: Tensor) -> Tensor:
+    """Of every token: what it has, what those after it have, and the rest. May overwrite x."""
+    x_NCJ[:, -1:] += rest_N1J
+    return x_NCJ.flip(1).cumsum(1).flip(1)
+
+
 def exp2_(x: Tensor) -> Tensor:
     """2^x in place. (A CPU's exp is slow wherever the result is near zero; exp2 is not.)"""
     return x.exp2_() if x.is_cuda else torch.threshold_(x, math.log2(least(x.dtype)), -math.inf).exp2_()
+
+
+def exp(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """e^x."""
+    if x.is_cuda:
+        return torch.exp(x, out=out)
+    return exp2_(torch.mul(x, LOG2_E, out=out))
 
 
 def make_decay(g_BTS: Tensor, dtype: torch.dtype, scale: float, chunks: Chunks) -> ScalarDecay | ChannelDecay:
     """Of g [B, T, S], or [B, T, S, K] with one decay a channel."""
     num_states = g_BTS.shape[2]
     if g_BTS.ndim == 4:
-        return ChannelDecay(pack(g_BTS, dtype, num_states, chunks), scale)
+        return ChannelDecay(pack(g_BTS, dtype, num_states, chunks, exp), scale)
     return ScalarDecay(pack(g_BTS, torch.float64, num_states, chunks), dtype, scale)
 
 
@@ -147,8 +183,11 @@ class ScalarDecay:
     def __init__(self, g_NC: Tensor, dtype: torch.dtype, scale: float):
         # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
         sum_NC = (g_NC * LOG2_E).cumsum(-1)
-        steps_NCC = (sum_NC[:, :, None] + math.log2(scale) - sum_NC[:, None, :]).to(dtype).tril_()
-        self.pair_NCC = exp2_(steps_NCC).tril_()
+        # b_t - b_s as (b_t - top) + (top - b_s) * past, and past is -FAR above the diagonal, where 0 must come of it.
+        top_N1, C = sum_NC.amax(-1, keepdim=True) + 1, sum_NC.shape[1]
+        past_CC = sum_NC.new_full((C, C), -FAR).triu_(1) + sum_NC.new_ones(C, C).tril_()
+        to, since = (sum_NC - top_N1 + math.log2(scale))[:, :, None], (top_N1 - sum_NC)[:, None]
+        self.pair_NCC = exp2_(_rounded(torch.addcmul, to, since, past_CC, dtype=dtype))
         """scale exp(b_t - b_s)"""
         self.enter_NCJ = exp2_(sum_NC[..., None].to(dtype, copy=True))
         self.leave_NCJ = exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(dtype))
@@ -158,9 +197,11 @@ class ScalarDecay:
         """The gradient of a log decay from that of each channel."""
         return x_NCK.sum(-1, keepdim=True)
 
-    def pairs(self, k_NCK: Tensor, *rows: Tensor) -> list[Tensor]:
-        """P_NRC of each of `rows` [N, R, K]."""
-        return [mul_rows_(mm(x_NRK, k_NCK.mT), self.pair_NCC) for x_NRK in rows]
+    def pairs(self, k_NCK: Tensor, *rows: Tensor, first: torch.dtype | None = None) -> list[Tensor]:
+        """P_NRC of each of `rows` [N, R, K], of the first in a dtype of its own."""
+        wide = self.pair_NCC.dtype
+        dtypes = [first or wide, *[wide] * (len(rows) - 1)]
+        return [use_rows(mm(x, k_NCK.mT), self.pair_NCC, dtype) for x, dtype in zip(rows, dtypes, strict=True)]
 
     def pairs_back(
         self,
@@ -178,7 +219,7 @@ class ScalarDecay:
             # same sum, but in bf16 what should cancel there has been rounded apart.)
             moved_NRC = p_NRC.mul_(dp_NRC)
             db_NC1 = db_NC1 + (sum_rows(moved_NRC.sum(-1), k_NCK.shape[1]) - moved_NRC.sum(1))[..., None]
-            d_NRC = mul_rows_(dp_NRC, self.pair_NCC).to(k_NCK.dtype)
+            d_NRC = use_rows(dp_NRC, self.pair_NCC, k_NCK.dtype)
             dk_NCK = add_mm(dk_NCK, d_NRC.mT, x_NRK)
             if keys:
                 dk_NCK = add_mm(dk_NCK, d_NRC, k_NCK)
@@ -192,8 +233,8 @@ class ChannelDecay:
 
     saves_pairs = True
 
-    def __init__(self, g_NCK: Tensor, scale: float):
-        self.factor_NCK = exp2_(g_NCK * LOG2_E)
+    def __init__(self, factor_NCK: Tensor, scale: float):
+        self.factor_NCK = factor_NCK
         self.scale = scale
         self._whole: tuple[Tensor, Tensor] | None = None
 
@@ -208,7 +249,8 @@ class ChannelDecay:
     def _of_whole_chunks(self) -> tuple[Tensor, Tensor]:
         """What the levels end with, if they have been gone through; otherwise the same without their pairs."""
         if self._whole is None:
-            enter, leave, h = self.factor_NCK.clone(), torch.ones_like(self.factor_NCK), 1
+            enter, leave = self._first_double()
+            h = 2
             while h < enter.shape[1]:
                 self._double(enter, leave, h)
                 h *= 2
@@ -219,6 +261,14 @@ class ChannelDecay:
     def fold(x_NCK: Tensor) -> Tensor:
         return x_NCK
 
+    def _first_double(self) -> tuple[Tensor, Tensor]:
+        """_double from halves of one token, which have only their own factor."""
+        enter, leave = (torch.empty_like(self.factor_NCK) for _ in range(2))
+        one, other = self.factor_NCK[:, ::2], self.factor_NCK[:, 1::2]
+        enter[:, ::2], enter[:, 1::2] = one, drop_small_(one * other)
+        leave[:, ::2], leave[:, 1::2] = other, 1
+        return enter, leave
+
     @staticmethod
     def _double(enter_NCK: Tensor, leave_NCK: Tensor, h: int) -> None:
         """From halves of h tokens to blocks of 2h: enter holds the product of the decays from the first token of a
@@ -228,39 +278,57 @@ class ChannelDecay:
         drop_small_(enter[:, :, 1].mul_(enter[:, :, 0, -1:]))
 
     def _levels(self, k_NCK: Tensor, rows_NXCK: Tensor):
-        """Of every level: (h, factors of the right halves, their rows [N * n, X * h, K], factors of the left halves,
-        their keys [N * n, h, K])."""
-        enter, leave, C = self.factor_NCK.clone(), torch.ones_like(self.factor_NCK), k_NCK.shape[1]
+        """Of every level: (h, factors of the right halves [N, c, m, h, K], their rows [N, c, X, m, h, K], factors of
+        the left halves [N, c, m, h, K], or None for ones, and their keys [N, c, m, h, K]).
+
+        On a GPU the m blocks within MIN_BLOCK tokens share a product, of which only each block's own entries are read:
+        as many products of a few rows would take longer.
+        """
+        enter, leave, C = self.factor_NCK, None, k_NCK.shape[1]
         h = 1
         while h < C:
-            enter_Nn1hK = enter.unflatten(1, (-1, 2, h))[:, :, 1, None]
-            leave_NnhK = leave.unflatten(1, (-1, 2, h))[:, :, 0]
-            rows_NnXhK = rows_NXCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2)
-            right_NnXhK = product(rows_NnXhK, enter_Nn1hK, k_NCK.dtype)
-            left_NnhK = product(k_NCK.unflatten(1, (-1, 2, h))[:, :, 0], leave_NnhK, k_NCK.dtype)
-            yield h, enter_Nn1hK, right_NnXhK.flatten(0, 1).flatten(1, 2), leave_NnhK, left_NnhK.flatten(0, 1)
-            if 2 * h < C or self._whole is None:
+            m = _together(k_NCK, h)
+            enter_NcmhK = enter.unflatten(1, (-1, m, 2, h))[:, :, :, 1]
+            left_NcmhK = k_NCK.unflatten(1, (-1, m, 2, h))[:, :, :, 0]
+            leave_NcmhK = None if leave is None else leave.unflatten(1, (-1, m, 2, h))[:, :, :, 0]
+            rows_NcXmhK = rows_NXCK.unflatten(2, (-1, m, 2, h))[:, :, :, :, 1].transpose(1, 2)
+            right_NcXmhK = product(rows_NcXmhK, enter_NcmhK[:, :, None], k_NCK.dtype)
+            if leave_NcmhK is not None:
+                left_NcmhK = product(left_NcmhK, leave_NcmhK, k_NCK.dtype)
+            yield h, enter_NcmhK, right_NcXmhK, leave_NcmhK, left_NcmhK
+            if leave is None:
+                enter, leave = self._first_double()
+            elif 2 * h < C or self._whole is None:
                 self._double(enter, leave, h)
             h *= 2
+        assert leave is not None
         self._whole = self._whole or (enter, leave)
 
     @staticmethod
     def _blocks(p_NXCC: Tensor, h: int) -> Tensor:
-        """The entries of one level, right halves against left ones: a view [N, X, h, h, n]."""
-        n = p_NXCC.shape[-1] // (2 * h)
-        p = p_NXCC.unflatten(3, (n, 2, h)).unflatten(2, (n, 2, h))
-        return p[:, :, :, 1, :, :, 0].diagonal(dim1=2, dim2=4)
+        """The entries of one level, right halves against left ones: a view [N, X, c, h, h, m]."""
+        m = _together(p_NXCC, h)
+        p = p_NXCC.unflatten(3, (-1, m, 2, h)).unflatten(2, (-1, m, 2, h))  # N, X, c, m, 2, h, c, m, 2, h
+        return p[:, :, :, :, 1, :, :, :, 0].diagonal(dim1=2, dim2=5).diagonal(dim1=2, dim2=4)  # N, X, h, h, c, m
 
-    def pairs(self, k_NCK: Tensor, *rows: Tensor) -> list[Tensor]:
-        C = k_NCK.shape[1]
+    def pairs(self, k_NCK: Tensor, *rows: Tensor, first: torch.dtype | None = None) -> list[Tensor]:
+        N, C = k_NCK.shape[:2]
         x_NXCK = self._stack(rows, C)
-        p_NXCC = self.factor_NCK.new_zeros(*x_NXCK.shape[:3], C)
+        sizes = [x.shape[1] // C for x in rows]
+        wide = self.factor_NCK.dtype
+        dtypes = [first or wide, *[wide] * (len(rows) - 1)]
+        pairs = [k_NCK.new_zeros(N, size, C, C, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
         for h, _, right, _, left in self._levels(k_NCK, x_NXCK):
-            block = mm(right, left.mT).unflatten(0, (len(k_NCK), -1)).unflatten(2, (-1, h))  # N, n, X, h, h
-            store(self._blocks(p_NXCC, h), block.permute(0, 2, 3, 4, 1), self.scale)
-        same_NXC = (x_NXCK * k_NCK[:, None]).sum(-1, dtype=p_NXCC.dtype)  # t = s: no decay lies between
-        store(p_NXCC.diagonal(dim1=2, dim2=3), same_NXC, self.scale)
-        return list(p_NXCC.flatten(1, 2).split([x.shape[1] for x in rows], 1))
+            m = left.shape[2]
+            block = mm(right.flatten(2, 4).flatten(0, 1), left.flatten(2, 3).flatten(0, 1).mT)
+            block = block.unflatten(0, (N, -1)).unflatten(3, (m, h)).unflatten(2, (-1, m, h))  # N, c, X, m, h, m, h
+            block = block.diagonal(dim1=3, dim2=5).permute(0, 2, 3, 4, 1, 5)  # N, X, h, h, c, m
+            for p_NXCC, own in zip(pairs, block.split(sizes, 1), strict=True):
+                store(self._blocks(p_NXCC, h), own, self.scale)
+        same_NXC = (x_NXCK * k_NCK[:, None]).sum(-1, dtype=wide)  # t = s: no decay lies between
+        for p_NXCC, own in zip(pairs, same_NXC.split(sizes, 1), strict=True):
+            store(p_NXCC.diagonal(dim1=2, dim2=3), own, self.scale)
+        return [p_NXCC.flatten(1, 2) for p_NXCC in pairs]
 
     def pairs_back(
         self,
@@ -271,35 +339,54 @@ class ChannelDecay:
         grads: tuple[Tensor, Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As ScalarDecay's, all in place."""
-        N, C, work = len(k_NCK), k_NCK.shape[1], k_NCK.dtype
+        C, scale = k_NCK.shape[1], self.scale
         dq_NRK, dk_NCK, db_NCK = grads
         x_NXCK, dq_NGCK = self._stack((q_NRK, k_NCK)[: len(pairs)], C), dq_NRK.unflatten(1, (-1, C))
         dp_NXCC = [dp.unflatten(1, (-1, C)) for dp in dpairs]
         G = dq_NGCK.shape[1]
-        same_NGC1 = dp_NXCC[0].diagonal(dim1=2, dim2=3)[..., None] * self.scale
+        same_NGC1 = dp_NXCC[0].diagonal(dim1=2, dim2=3)[..., None] * scale
         dq_NGCK.addcmul_(same_NGC1, k_NCK[:, None])
         for x_NCK, same_NC1 in zip(x_NXCK.unbind(1), same_NGC1.unbind(1), strict=False):
             dk_NCK.addcmul_(x_NCK, same_NC1)
         for h, enter, right, leave, left in self._levels(k_NCK, x_NXCK):
-            d = torch.cat([self._blocks(dp, h).permute(0, 4, 1, 2, 3) for dp in dp_NXCC], 2)  # N, n, X, h, h
-            d = (d * self.scale).to(work).flatten(2, 3).flatten(0, 1)
-            dright_NnXhK = mm(d, left).unflatten(1, (-1, h)).unflatten(0, (N, -1))
-            dleft_NnhK = mm(d.mT, right).unflatten(0, (N, -1))
-            dq_NGCK.unflatten(2, (-1, 2, h))[:, :, :, 1].transpose(1, 2).addcmul_(dright_NnXhK[:, :, :G], enter)
-            dk_left, dk_right = dk_NCK.unflatten(1, (-1, 2, h)).unbind(2)
-            db_left, db_right = db_NCK.unflatten(1, (-1, 2, h)).unbind(2)
-            dk_left.addcmul_(dleft_NnhK, leave)
-            for dkeys in dright_NnXhK[:, :, G:].unbind(2):
-                dk_right.addcmul_(dkeys, enter[:, :, 0])
+            d = self._level_back(dp_NXCC, right, h)
+            dright = mm(d, left.flatten(2, 3).flatten(0, 1)).view_as(right)
+            dleft = mm(d.mT, right.flatten(2, 4).flatten(0, 1)).view_as(left)
+            split = (-1, enter.shape[2], 2, h)
+            dq_right = dq_NGCK.unflatten(2, split)[:, :, :, :, 1].transpose(1, 2)
+            dq_right.addcmul_(dright[:, :, :G], enter[:, :, None], value=scale)
+            dk_left, dk_right = dk_NCK.unflatten(1, split).unbind(3)
+            db_left, db_right = db_NCK.unflatten(1, split).unbind(3)
+            dk_left.add_(dleft, alpha=scale) if leave is None else dk_left.addcmul_(dleft, leave, value=scale)
+            for dkeys in dright[:, :, G:].unbind(2):
+                dk_right.addcmul_(dkeys, enter, value=scale)
             # b moves the factors as they were multiplied: rounded. Then what the halves of a block give adds up to 0,
             # where q dq - k dk would leave a rest to all tokens before the block.
-            db_left.addcmul_(left.view_as(dleft_NnhK), dleft_NnhK, value=-1)
-            for x, dx in zip(right.view_as(dright_NnXhK).unbind(2), dright_NnXhK.unbind(2), strict=True):
-                db_right.addcmul_(x, dx)
+            db_left.addcmul_(left, dleft, value=-scale)
+            for x, dx in zip(right.unbind(2), dright.unbind(2), strict=True):
+                db_right.addcmul_(x, dx, value=scale)
         return dq_NRK, dk_NCK, db_NCK
+
+    def _level_back(self, dp_NXCC: list[Tensor], right_NcXmhK: Tensor, h: int) -> Tensor:
+        """The gradient of a level's products [N * c, X * m * h, m * h], 0 where halves of different blocks meet."""
+        N, c, X, m = right_NcXmhK.shape[:4]
+        d = right_NcXmhK.new_zeros(N, c, X, m, h, m, h)
+        own = d.diagonal(dim1=3, dim2=5).permute(0, 2, 3, 4, 1, 5)  # N, X, h, h, c, m
+        for part, dp in zip(own.split([dp.shape[1] for dp in dp_NXCC], 1), dp_NXCC, strict=True):
+            part.copy_(self._blocks(dp, h))
+        return d.flatten(5, 6).flatten(2, 4).flatten(0, 1)
 
     @staticmethod
     def _stack(rows, C: int) -> Tensor:
         """[N, R, *] each -> [N, X, C, *], C rows of one query (or of the keys) after another."""
         x = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         return x.unflatten(1, (-1, C))
+
+
+MIN_BLOCK = 16
+"""tokens; half of them are rows of a product"""
+
+
+def _together(x: Tensor, h: int) -> int:
+    """How many blocks of 2h tokens share a product."""
+    return max(1, MIN_BLOCK // (2 * h)) if x.is_cuda else 1

@@ -43,8 +43,10 @@ from plait.mixers.chunked import (
     pack,
     product,
     runs_in_bf16,
+    sum_after,
     sum_rows,
     unpack,
+    use_rows,
     wide_dtype,
     widen,
 )
@@ -175,8 +177,7 @@ class _DeltaChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
-            mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
-            mix_NRC = mix_NRC.to(work)
+            mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK, first=work)
             inverse_NCC = _unit_inverse(erase_NCC * (x.beta_NC1 / x.scale))
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = x.beta_NC1 * x.v_NCV
@@ -214,7 +215,7 @@ class _DeltaChunk(torch.autograd.Function):
 
             dq, dk, dg, dbeta = _grads(x, pairs, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
             dbeta += (dr_NCV * x.v_NCV).sum(-1)
-            dv = dr_NCV.mul_(x.beta_NC1)
+            dv = use_rows(dr_NCV, x.beta_NC1, inputs[2].dtype)
         grads = [
             unpack(grad.view(*grad.shape[:2], *like.shape[3:]), like.shape[2], like.dtype, chunks)
             for grad, like in zip((dq, dk, dv, dg, dbeta), inputs, strict=True)
@@ -235,25 +236,26 @@ def _grads(
     decay, C = x.decay, x.k_NCK.shape[1]
 
     # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
-    dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT).mul_(x.scale), decay.enter_NCJ)
+    dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT), decay.enter_NCJ, x.scale)
     erase_NCK = mm(dr_NCV, start_NKV.mT).mul_(decay.enter_NCJ)
-    dbeta_NC = (x.k_NCK * erase_NCK).sum(-1).neg_()
-    erase_NCK *= x.beta_NC1
+    erased_NCK = x.k_NCK * erase_NCK
+    dbeta_NC = erased_NCK.sum(-1).neg_()
     dk_NCK = mm(u_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
     leave_NCK = x.k_NCK * dk_NCK
     leave_NCJ = decay.fold(leave_NCK)
-    db_NCJ = decay.fold(sum_rows(x.q_NRK * dq_NRK, C).addcmul_(x.k_NCK, erase_NCK, value=-1).sub_(leave_NCK))
+    db_NCJ = decay.fold(sum_rows(x.q_NRK * dq_NRK, C).addcmul_(erased_NCK, x.beta_NC1, value=-1).sub_(leave_NCK))
     keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
-    dk_NCK -= erase_NCK
+    dk_NCK.addcmul_(erase_NCK, x.beta_NC1, value=-1)
 
-    # Between tokens of the chunk: dM = dO U^T and dA = -dR U^T.
-    derase_NCC = mm(dr_NCV, u_NCV.mT).tril_(-1).mul_(-1 / x.scale)
-    dbeta_NC += (derase_NCC * pairs[1]).sum(-1)
-    dpairs = [mm(do_NRV, u_NCV.mT), derase_NCC.mul_(x.beta_NC1)]
+    # Between tokens of the chunk: dM = dO U^T and dA = -dR U^T, below the diagonal: above it the pairs are 0.
+    derase_NCC = mm(dr_NCV, u_NCV.mT)
+    derase_NCC.diagonal(dim1=1, dim2=2).zero_()
+    dbeta_NC -= (derase_NCC * pairs[1]).sum(-1) / x.scale
+    dpairs = [mm(do_NRV, u_NCV.mT), derase_NCC.mul_(x.beta_NC1 * (-1 / x.scale))]
     dq_NRK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NRK, pairs, dpairs, (dq_NRK, dk_NCK, db_NCJ))
 
     # g_t moves b of every token from t on, and what leaves the chunk from all before.
-    dg_NCJ = db_NCJ.flip(1).cumsum(1).flip(1) + (leave_NCJ.sum(1, keepdim=True) + keep_N1J)
+    dg_NCJ = sum_after(db_NCJ, leave_NCJ.sum(1, keepdim=True).add_(keep_N1J))
     return dq_NRK, dk_NCK, dg_NCJ, dbeta_NC
 
 

@@ -18,6 +18,9 @@ E = sequences * heads, J 1 or K.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,11 +33,14 @@ from plait.mixers.chunked import (
     add_mm,
     chunk_length,
     decay_of_state,
+    drop_small_,
     make_decay,
     mm,
+    mul_rows_,
     pack,
     product,
     runs_in_bf16,
+    sum_after,
     unpack,
     wide_dtype,
     widen,
@@ -152,11 +158,10 @@ class _LinearChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTHK, v_BTHV, g_BTH, chunks, scale)
             work = x.k_NCK.dtype
-            mix_NCC = x.decay.pairs(x.k_NCK, x.q_NCK)[0].to(work)
+            (mix_NCC,) = x.decay.pairs(x.k_NCK, x.q_NCK, first=work)
             w_NKV = mm(x.write().mT, x.v_NCV)
             first_EKV = chunks.sort(state_BHKV).flatten(0, 1).to(w_NKV.dtype)
-            start_NKV, last_EKV = fade(first_EKV, x.keep_NJ1, w_NKV, x.rows)
-            start_NKV = start_NKV.to(work)
+            start_NKV, last_EKV = fade(first_EKV, x.keep_NJ1, w_NKV, x.rows, work)
             o_NCV = add_mm(mm(mix_NCC, x.v_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks, ctx.scale = chunks, scale
         ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHV, g_BTH, start_NKV, *([mix_NCC] if x.decay.saves_pairs else []))
@@ -175,18 +180,17 @@ class _LinearChunk(torch.autograd.Function):
             mix_NCC = saved[5] if decay.saves_pairs else decay.pairs(x.k_NCK, x.q_NCK)[0]
             dw_NKV = mm(x.read().mT, do_NCV).mul_(x.scale)
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
-            dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows)
-            dend_NKV = dend_NKV.to(work)
+            dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows, work)
             dv_NCV = add_mm(mm(x.write(), dend_NKV), mix_NCC.to(work).mT, do_NCV)
 
-            dq_NCK = mm(do_NCV, start_NKV.mT).mul_(x.scale).mul_(decay.enter_NCJ)
+            dq_NCK = mul_rows_(mm(do_NCV, start_NKV.mT), decay.enter_NCJ, x.scale)
             dk_NCK = mm(x.v_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
             leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
             db_NCJ = decay.fold(x.q_NCK * dq_NCK) - leave_NCJ
             keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
             dpairs = mm(do_NCV, x.v_NCV.mT)
             dq_NCK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NCK, [mix_NCC], [dpairs], (dq_NCK, dk_NCK, db_NCJ))
-            dg_NCJ = db_NCJ.flip(1).cumsum(1).flip(1) + (leave_NCJ.sum(1, keepdim=True) + keep_N1J)
+            dg_NCJ = sum_after(db_NCJ, leave_NCJ.sum(1, keepdim=True).add_(keep_N1J))
             grads = (dq_NCK, dk_NCK, dv_NCV, dg_NCJ)
         grads = [
             unpack(grad.view(*grad.shape[:2], *like.shape[3:]), like.shape[2], like.dtype, chunks)
@@ -196,39 +200,94 @@ class _LinearChunk(torch.autograd.Function):
 
 
 @torch.library.custom_op("plait::fade", mutates_args=())
-def fade(first_EKV: Tensor, keep_NJ1: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """S <- keep S + W over the steps: the state before each chunk [N, K, V] and the last of each sequence [E, K, V].
+def fade(
+    first_EKV: Tensor, keep_NJ1: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """S <- keep S + W over the steps: the state before each chunk [N, K, V], rounded to the dtype, and the last of each
+    sequence [E, K, V].
 
     rows: how many states take part in each step, falling; they are the first ones. One opaque operator, as delta.scan.
     """
-    states = torch.empty_like(w_NKV)
+    states = torch.empty_like(w_NKV, dtype=dtype)
     state = first_EKV.clone()
-    for keep, w, before in zip(keep_NJ1.split(rows), w_NKV.split(rows), states.split(rows), strict=True):
-        going = state[: len(w)]
-        before.copy_(going)
-        torch.addcmul(w, going, keep, out=going)
+    for going, (keep, w, before) in _runs(state, rows, keep_NJ1, w_NKV, states):
+        _fade(going, keep, w, before, 1)
     return states, state
 
 
 @torch.library.custom_op("plait::fade_back", mutates_args=())
-def fade_back(dlast_EKV: Tensor, keep_NJ1: Tensor, dw_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """The gradient of fade: dS <- keep dS + dW against the steps. Gives that of first [E, K, V] and of every chunk's
-    outgoing state [N, K, V]."""
-    grads = torch.empty_like(dw_NKV)
+def fade_back(
+    dlast_EKV: Tensor, keep_NJ1: Tensor, dw_NKV: Tensor, rows: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The gradient of fade: dS <- keep dS + dW against the steps. Gives that of first [E, K, V] and, rounded to the
+    dtype, of every chunk's outgoing state [N, K, V]."""
+    grads = torch.empty_like(dw_NKV, dtype=dtype)
     grad = dlast_EKV.clone()
-    steps = list(zip(keep_NJ1.split(rows), dw_NKV.split(rows), grads.split(rows), strict=True))
-    for keep, dw, after in reversed(steps):
-        going = grad[: len(dw)]
-        after.copy_(going)
-        torch.addcmul(dw, going, keep, out=going)
+    for going, (keep, dw, after) in reversed(_runs(grad, rows, keep_NJ1, dw_NKV, grads)):
+        _fade(going, keep, dw, after, -1)
     return grad, grads
 
 
+LONG = 64
+"""steps from which on a scan on a GPU goes by groups"""
+
+
+def _runs(state_EKV: Tensor, rows: list[int], *steps: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+    """Steps of the same states: (these, what the steps have, each [L, states, ...])."""
+    runs = [(n, len(list(run))) for n, run in groupby(rows)]
+    pieces = zip(*(x.split([n * length for n, length in runs]) for x in steps), strict=True)
+    return [(state_EKV[:n], [x.unflatten(0, (-1, n)) for x in own]) for (n, _), own in zip(runs, pieces, strict=True)]
+
+
+def _fade(state_EKV: Tensor, keep_LEJ1: Tensor, w_LEKV: Tensor, before_LEKV: Tensor, order: int) -> None:
+    """S <- keep S + W in place over L steps, or with order -1 against them, noting what S was before each.
+
+    Many steps of little work wait for their launches. They go in groups: side by side from zero, then S from group to
+    group, and what a group began with is added to its steps as far as it lasts.
+    """
+    L = len(w_LEKV)
+    size = _group(w_LEKV)
+    grouped = L - L % size if size > 1 else 0
+    for begin, end in ((0, grouped), (grouped, L))[::order]:
+        keep, w, before = (x[begin:end] for x in (keep_LEJ1, w_LEKV, before_LEKV))
+        wide = before if before.dtype == w.dtype else torch.empty_like(w)
+        if begin == grouped:
+            _fade_steps(state_EKV, keep.unbind(), w.unbind(), wide.unbind(), order)
+            if wide is not before:
+                before.copy_(wide)
+            continue
+        keep, w, wide, before = (x.unflatten(0, (-1, size)) for x in (keep, w, wide, before))
+        total, lasts = torch.zeros_like(w[:, 0]), torch.ones_like(keep)
+        _fade_steps(total, keep.unbind(1), w.unbind(1), wide.unbind(1), order)
+        steps = range(size)[::order]
+        for here, there in pairwise(steps):
+            torch.mul(lasts[:, here], keep[:, here], out=lasts[:, there])
+        whole, starts = lasts[:, steps[-1]] * keep[:, steps[-1]], torch.empty_like(total)
+        _fade(state_EKV, drop_small_(whole), total, starts, order)
+        torch.addcmul(wide, drop_small_(lasts), starts[:, None], out=before)
+
+
+def _group(w_LEKV: Tensor) -> int:
+    return math.isqrt(len(w_LEKV)) if w_LEKV.is_cuda and len(w_LEKV) >= LONG else 1
+
+
+def _fade_steps(
+    state: Tensor, keep: Sequence[Tensor], w: Sequence[Tensor], before: Sequence[Tensor], order: int
+) -> None:
+    steps = range(len(w))[::order]
+    if steps:
+        before[steps[0]].copy_(state)
+    for j, after in zip(steps, [*(before[i] for i in steps[1:]), state], strict=False):
+        torch.addcmul(w[j], before[j], keep[j], out=after)
+
+
 @fade.register_fake
-def _(first_EKV: Tensor, keep_NJ1: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(w_NKV), torch.empty_like(first_EKV)
+def _(first_EKV: Tensor, keep_NJ1: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(w_NKV, dtype=dtype), torch.empty_like(first_EKV)
 
 
 @fade_back.register_fake
-def _(dlast_EKV: Tensor, keep_NJ1: Tensor, dw_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dlast_EKV), torch.empty_like(dw_NKV)
+def _(
+    dlast_EKV: Tensor, keep_NJ1: Tensor, dw_NKV: Tensor, rows: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dlast_EKV), torch.empty_like(dw_NKV, dtype=dtype)

@@ -40,8 +40,8 @@ class Chunks:
     _slot_N: Tensor | None
     """slot (chunk * C + place) of every token, ragged only"""
 
-    def pack(self, x: Tensor) -> Tensor:
-        """x_BTH* -> x_MHC*, zero where a chunk holds no token."""
+    def pack(self, x: Tensor, of: Callable[..., Tensor] | None = None) -> Tensor:
+        """x_BTH* -> x_MHC*, zero where a chunk holds no token; or a function of that, of(x, out=...)."""
         size = self.size
         if self._dense is not None:
             B, T = self._dense
@@ -49,18 +49,24 @@ class Chunks:
             if padding:
                 x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
             x = x.unflatten(1, (-1, size))  # B, steps, C, H, *
-            return x.permute(1, 0, 3, 2, *range(4, x.ndim)).flatten(0, 1)
+            x = x.permute(1, 0, 3, 2, *range(4, x.ndim))
+            if of is not None:  # moved in the same pass
+                x = of(x, out=torch.empty_like(x, memory_format=torch.contiguous_format))
+            return x.flatten(0, 1)
         assert self._slot_N is not None
         slots = x.new_zeros(sum(self.counts) * size, *x.shape[2:])
         slots = slots.index_copy(0, self._slot_N, x[0])
-        return slots.unflatten(0, (-1, size)).transpose(1, 2)
+        slots = slots.unflatten(0, (-1, size)).transpose(1, 2)
+        return slots if of is None else of(slots)
 
-    def unpack(self, y: Tensor) -> Tensor:
-        """y_MHC* -> y_BTH*, the inverse of pack."""
+    def unpack(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """y_MHC* -> y_BTH*, the inverse of pack, in another dtype where one is given."""
         y = y.transpose(1, 2)  # M, C, H, *
         if self._dense is not None:
-            B, T = self._dense
-            return y.unflatten(0, (-1, B)).transpose(0, 1).flatten(1, 2)[:, :T]
+            y = y.unflatten(0, (-1, self._dense[0])).transpose(0, 1)  # B, steps, C, H, *
+        y = y.to(dtype or y.dtype, memory_format=torch.contiguous_format)  # cast and moved in one pass
+        if self._dense is not None:
+            return y.flatten(1, 2)[:, : self._dense[1]]
         return y.flatten(0, 1)[self._slot_N][None]
 
     def sort(self, state: Tensor) -> Tensor:
