@@ -9,11 +9,15 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from mixers.rules import RULES, Rule, by_sequence, gradients, make_decays, to
 
 from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.mixers import chunked, delta
 from plait.mixers.attention import attend_last, attend_naive
+from plait.mixers.chunked import ChannelDecay, ScalarDecay
+from plait.mixers.seq import Seq
 from plait.model.block import Mlp
 from plait.model.generate import generate, prefill
 from plait.model.lm import LM
@@ -201,3 +205,46 @@ def test_kernels_of_rope_and_swiglu():
         found.append((*rotated, out, *grads))
     for got, want in zip(*found, strict=True):
         assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("strong", [0.0, 0.02])
+@pytest.mark.parametrize(("C", "G", "K"), [(16, 1, 64), (32, 3, 5), (64, 1, 256), (128, 3, 96), (128, 1, 128)])
+def test_kernels_of_pair_sums(C, G, K, strong, channels):
+    """In bf16, beside the formulas in float64. Per channel the factors of products are rounded."""
+    rng = torch.Generator().manual_seed(0)
+    k, q = (torch.randn(5, n * C, K, generator=rng).bfloat16().cuda() for n in (1, G))
+    g = make_decays((5, C, K), 0.2, strong, rng).cuda()
+    times = torch.rand(5, C, 1, generator=rng).cuda()
+    found = []
+    for x, dtype in ((k, torch.float32), (k.double(), torch.float64)):
+        if channels:
+            decay = ChannelDecay(g.to(dtype).exp(), 0.7)
+            gate = None
+        else:
+            decay = ScalarDecay(g[..., 0], dtype, 0.7)
+            gate = times.to(dtype)
+        pairs = decay.pairs(x, q.to(x), x, first=x.dtype, times=gate)
+        assert not any(p.unflatten(1, (-1, C)).triu(1).any() for p in pairs)
+        found.append((*pairs, decay.enter_NCJ, decay.leave_NCJ))
+    bounds = (4e-3, 3e-3 if channels else 1e-5, 1e-5, 1e-5)
+    for got, want, bound in zip(*found, bounds, strict=True):
+        assert error(got, want) < bound
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("lengths", [None, [300, 0, 17, 129]])
+@pytest.mark.parametrize(("G", "K", "strong"), [(1, 128, 0.0), (3, 96, 0.01)])
+def test_chunks_in_bf16(rule: Rule, lengths, G, K, strong, monkeypatch):
+    """Outputs and gradients are those of the specification in float64, by the kernels and without them."""
+    B, T = (2, 300) if lengths is None else (1, sum(lengths))
+    offsets = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    seq = Seq.build((B, T), torch.device("cuda"), cu_seqlens=offsets)
+    inputs = rule.make_inputs(B, T, 2, G, K, 64, strong=strong, sequences=seq.num_sequences)
+    inputs = [x.cuda() for x in to(inputs, torch.bfloat16)]
+    naive = rule.naive if lengths is None else by_sequence(rule, lengths)
+    exact = gradients(naive, to(inputs, torch.float64))
+    rule.assert_same(gradients(rule.chunk(seq, None), inputs), exact, torch.bfloat16)
+    for module in (chunked, delta):
+        monkeypatch.setattr(module, "usable", lambda x: False)
+    rule.assert_same(gradients(rule.chunk(seq, None), inputs), exact, torch.bfloat16)

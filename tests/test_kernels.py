@@ -52,9 +52,34 @@ for dtype in (torch.float32, torch.bfloat16):
     for got, grads in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, exact, grad.double())):
         torch.testing.assert_close(got, grads.to(dtype))
 """
+PAIRS = """
+import torch
+from plait.kernels.pairs import channel_pairs, scalar_pairs, whole_chunks
+from plait.kernels.products import square_mm
+from plait.mixers.chunked import LOG2_E, ChannelDecay, ScalarDecay
+f32 = torch.float32
+for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128, 5, 1, 3)):
+    k, q, times = torch.randn(2, C, K), torch.randn(2, G * C, K), 2 * torch.rand(2, C, 1)
+    g = (-decay * torch.rand(2, C, K)).masked_fill(torch.rand(2, C, K) < 0.02, -1e9)
+    one, each = ScalarDecay(g[..., 0].double(), torch.float64, 0.7), ChannelDecay(g.double().exp(), 0.7)
+    b, factor = (g[..., 0].double() * LOG2_E).cumsum(1), g.exp()
+    mix, erase = one.pairs(k.double(), q.double(), k.double(), times=times.double())
+    same = torch.testing.assert_close
+    same(scalar_pairs(q, k, b, 0.7, f32), mix.float(), rtol=1e-5, atol=1e-5)
+    same(scalar_pairs(q, k, b, 0.7, torch.bfloat16), mix.bfloat16(), rtol=2**-7, atol=1e-5)
+    same(scalar_pairs(k, k, b, 0.7, f32, times), erase.float(), rtol=1e-5, atol=1e-5)
+    for x, pairs in zip((q, k), each.pairs(k.double(), q.double(), k.double())):
+        same(channel_pairs(x, k, factor, 0.7, f32), pairs.float(), rtol=1e-5, atol=1e-5)
+    for got, want in zip(whole_chunks(factor), (each.enter_NCJ, each.leave_NCJ)):
+        same(got, want.float(), rtol=1e-5, atol=1e-7)
+    for a in (torch.randn(2, C, C), torch.randn(2, C, C).mT):
+        same(square_mm(a, k, f32), a @ k, rtol=1e-5, atol=1e-4)
+"""
 
 
-@pytest.mark.parametrize("code", [CROSS_ENTROPY, ROTATION, SWIGLU], ids=["cross_entropy", "rotation", "swiglu"])
+@pytest.mark.parametrize(
+    "code", [CROSS_ENTROPY, ROTATION, SWIGLU, PAIRS], ids=["cross_entropy", "rotation", "swiglu", "pairs"]
+)
 def test_by_the_interpreter(code):
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1"}

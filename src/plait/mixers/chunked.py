@@ -11,6 +11,8 @@ overflow. So pairs are split by halves: in a block of 2h tokens those with t in 
 log2(C) such levels every pair lies in exactly one. The factors are products of decays within the halves, so they are
 multiplied together from one level to the next and nothing cancels.
 
+On a GPU these are passes over memory level by level; with operands in bf16 the sums come from kernels/pairs.py.
+
 Shapes: N = chunks * states, C tokens of a chunk, G queries a state, R = G * C, K key size, J 1 or K.
 """
 
@@ -23,6 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from plait.kernels import usable
 from plait.mixers.seq import Chunks
 
 LOG2_E = 1.4426950408889634
@@ -82,10 +85,10 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm(c: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """c + scale * a b, c being fp32 or wider; what was c may be overwritten."""
+    """c + scale * a b in c's dtype, that of a and b or fp32; what was c may be overwritten."""
     if torch.compiler.is_compiling():  # torch 2.11 cannot trace baddbmm with an out_dtype
-        return c + scale * mm(a, b)
-    if a.dtype == torch.bfloat16:  # without `out` it would copy c first
+        return (c + scale * mm(a, b)).to(c.dtype)
+    if a.dtype != c.dtype:  # without `out` it would copy c first
         return torch.baddbmm(c, a, b, alpha=scale, out_dtype=torch.float32, out=c)
     return c.baddbmm_(a, b, alpha=scale)
 
@@ -144,6 +147,10 @@ def least(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny ** 0.2
 
 
+def by_kernel(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and usable(x)
+
+
 def drop_small_(x: Tensor) -> Tensor:
     return x if x.is_cuda else torch.threshold_(x, least(x.dtype), 0.0)
 
@@ -183,25 +190,44 @@ class ScalarDecay:
     def __init__(self, g_NC: Tensor, dtype: torch.dtype, scale: float):
         # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
         sum_NC = (g_NC * LOG2_E).cumsum(-1)
-        # b_t - b_s as (b_t - top) + (top - b_s) * past, and past is -FAR above the diagonal, where 0 must come of it.
-        top_N1, C = sum_NC.amax(-1, keepdim=True) + 1, sum_NC.shape[1]
-        past_CC = sum_NC.new_full((C, C), -FAR).triu_(1) + sum_NC.new_ones(C, C).tril_()
-        to, since = (sum_NC - top_N1 + math.log2(scale))[:, :, None], (top_N1 - sum_NC)[:, None]
-        self.pair_NCC = exp2_(_rounded(torch.addcmul, to, since, past_CC, dtype=dtype))
-        """scale exp(b_t - b_s)"""
+        self._sum_NC, self._dtype, self._scale = sum_NC, dtype, scale
+        self._pair_NCC: Tensor | None = None
         self.enter_NCJ = exp2_(sum_NC[..., None].to(dtype, copy=True))
         self.leave_NCJ = exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(dtype))
+
+    @property
+    def pair_NCC(self) -> Tensor:
+        """scale exp(b_t - b_s)"""
+        if self._pair_NCC is None:
+            # b_t - b_s as (b_t - top) + (top - b_s) * past; past is -FAR above the diagonal, where 0 must come of it.
+            sum_NC, C = self._sum_NC, self._sum_NC.shape[1]
+            top_N1 = sum_NC.amax(-1, keepdim=True) + 1
+            past_CC = sum_NC.new_full((C, C), -FAR).triu_(1) + sum_NC.new_ones(C, C).tril_()
+            to, since = (sum_NC - top_N1 + math.log2(self._scale))[:, :, None], (top_N1 - sum_NC)[:, None]
+            self._pair_NCC = exp2_(_rounded(torch.addcmul, to, since, past_CC, dtype=self._dtype))
+        return self._pair_NCC
 
     @staticmethod
     def fold(x_NCK: Tensor) -> Tensor:
         """The gradient of a log decay from that of each channel."""
         return x_NCK.sum(-1, keepdim=True)
 
-    def pairs(self, k_NCK: Tensor, *rows: Tensor, first: torch.dtype | None = None) -> list[Tensor]:
-        """P_NRC of each of `rows` [N, R, K], of the first in a dtype of its own."""
-        wide = self.pair_NCC.dtype
-        dtypes = [first or wide, *[wide] * (len(rows) - 1)]
-        return [use_rows(mm(x, k_NCK.mT), self.pair_NCC, dtype) for x, dtype in zip(rows, dtypes, strict=True)]
+    def pairs(
+        self, k_NCK: Tensor, *rows: Tensor, first: torch.dtype | None = None, times: Tensor | None = None
+    ) -> list[Tensor]:
+        """P_NRC of each of `rows` [N, R, K], of the first in a dtype of its own; of the last times a number each row,
+        [N, C, 1], if that is given."""
+        wanted = list(zip(rows, [first or self._dtype, *[self._dtype] * (len(rows) - 1)], strict=True))
+        if by_kernel(k_NCK):
+            from plait.kernels.pairs import scalar_pairs
+
+            own = k_NCK, self._sum_NC, self._scale
+            gates = [None] * (len(rows) - 1) + [times]
+            return [scalar_pairs(x, *own, dtype, gate) for (x, dtype), gate in zip(wanted, gates, strict=True)]
+        pairs = [use_rows(mm(x, k_NCK.mT), self.pair_NCC, dtype) for x, dtype in wanted]
+        if times is not None:
+            mul_rows_(pairs[-1], times)
+        return pairs
 
     def pairs_back(
         self,
@@ -248,6 +274,10 @@ class ChannelDecay:
 
     def _of_whole_chunks(self) -> tuple[Tensor, Tensor]:
         """What the levels end with, if they have been gone through; otherwise the same without their pairs."""
+        if self._whole is None and usable(self.factor_NCK):
+            from plait.kernels.pairs import whole_chunks
+
+            self._whole = whole_chunks(self.factor_NCK)
         if self._whole is None:
             enter, leave = self._first_double()
             h = 2
@@ -311,12 +341,21 @@ class ChannelDecay:
         p = p_NXCC.unflatten(3, (-1, m, 2, h)).unflatten(2, (-1, m, 2, h))  # N, X, c, m, 2, h, c, m, 2, h
         return p[:, :, :, :, 1, :, :, :, 0].diagonal(dim1=2, dim2=5).diagonal(dim1=2, dim2=4)  # N, X, h, h, c, m
 
-    def pairs(self, k_NCK: Tensor, *rows: Tensor, first: torch.dtype | None = None) -> list[Tensor]:
+    def pairs(
+        self, k_NCK: Tensor, *rows: Tensor, first: torch.dtype | None = None, times: Tensor | None = None
+    ) -> list[Tensor]:
+        """As ScalarDecay's, without times: they are kept."""
+        assert times is None
         N, C = k_NCK.shape[:2]
-        x_NXCK = self._stack(rows, C)
-        sizes = [x.shape[1] // C for x in rows]
         wide = self.factor_NCK.dtype
         dtypes = [first or wide, *[wide] * (len(rows) - 1)]
+        if by_kernel(k_NCK):
+            from plait.kernels.pairs import channel_pairs
+
+            pairs = zip(rows, dtypes, strict=True)
+            return [channel_pairs(x, k_NCK, self.factor_NCK, self.scale, dtype) for x, dtype in pairs]
+        x_NXCK = self._stack(rows, C)
+        sizes = [x.shape[1] // C for x in rows]
         pairs = [k_NCK.new_zeros(N, size, C, C, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
         for h, _, right, _, left in self._levels(k_NCK, x_NXCK):
             m = left.shape[2]

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.kernels import usable
 from plait.mixers.chunked import (
     ChannelDecay,
     ScalarDecay,
@@ -162,7 +163,7 @@ class _Chunked(NamedTuple):
         """K', X and P from T."""
         work, decay = self.k_NCK.dtype, self.decay
         old_NCK = product(self.k_NCK, decay.enter_NCJ * -self.beta_NC1, work)
-        x_NCK = torch.bmm(inverse_NCC.mT, self.k_NCK * decay.leave_NCJ).to(work)
+        x_NCK = _solved(inverse_NCC.mT, self.k_NCK * decay.leave_NCJ, work)
         p_NKK = mm(x_NCK.mT, old_NCK)
         p_NKK.diagonal(dim1=1, dim2=2).add_(decay.enter_NCJ[:, -1])
         return old_NCK, x_NCK, p_NKK
@@ -177,18 +178,19 @@ class _DeltaChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
-            mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK, first=work)
-            inverse_NCC = _unit_inverse(erase_NCC * (x.beta_NC1 / x.scale))
+            beta_NC1, saves = x.beta_NC1 / x.scale, x.decay.saves_pairs
+            times = None if saves else beta_NC1
+            mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK, first=work, times=times)
+            inverse_NCC = _unit_inverse(erase_NCC * beta_NC1 if saves else erase_NCC)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
-            r_NCV = x.beta_NC1 * x.v_NCV
-            w_NKV = mm(x_NCK.mT, r_NCV.to(work))
+            r_NCV = product(x.v_NCV, x.beta_NC1, work)
+            w_NKV = mm(x_NCK.mT, r_NCV)
             first_EKV = chunks.sort(state_BSKV).flatten(0, 1).to(w_NKV.dtype)
-            start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows)
-            start_NKV = start_NKV.to(work)
-            u_NCV = torch.bmm(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV)).to(work)
-            o_NRV = add_mm(mm(mix_NRC, u_NCV), x.read(), start_NKV, x.scale)
+            start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows, work)
+            u_NCV = _solved(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV), work)
+            o_NRV = add_mm(torch.bmm(mix_NRC, u_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks = chunks
-        pairs = (mix_NRC, erase_NCC) if x.decay.saves_pairs else ()
+        pairs = (mix_NRC, erase_NCC) if saves else ()
         ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV, *pairs)
         last_BSKV = chunks.unsort(last_EKV.view(state_BSKV.shape))
         return unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
@@ -266,22 +268,33 @@ def _unit_inverse(a_NCC: Tensor) -> Tensor:
     return inverse_NCC if a_NCC.is_cuda else F.hardshrink(inverse_NCC, least(a_NCC.dtype))
 
 
-@torch.library.custom_op("plait::scan", mutates_args=())
-def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """S <- P S + W over the steps: the state before each chunk [N, K, V] and the last of each sequence [E, K, V].
+def _solved(inverse_NCC: Tensor, x_NCX: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product in at least fp32, rounded once."""
+    if dtype == torch.bfloat16 and usable(x_NCX):
+        from plait.kernels.products import square_mm
+
+        return square_mm(inverse_NCC, x_NCX, dtype)
+    return torch.bmm(inverse_NCC, x_NCX.to(inverse_NCC.dtype)).to(dtype)
+
+
+@torch.library.custom_op("plait::scan", mutates_args=("w_NKV",))
+def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """S <- P S + W over the steps: the state before each chunk [N, K, V], rounded to the dtype, and the last of each
+    sequence [E, K, V]. Leaves the state after each chunk in W.
 
     rows: how many states take part in each step, falling; they are the first ones. One opaque operator, so that a
     compiled graph does not grow with the length.
     """
-    states = torch.cat((first_EKV, w_NKV))
-    blocks = states.split([first_EKV.shape[0], *rows])
+    E, blocks = len(first_EKV), [first_EKV, *w_NKV.split(rows)]
     for n, p, before, after in zip(rows, p_NKK.split(rows), blocks, blocks[1:], strict=False):
-        after.baddbmm_(p, before[:n])
-    if all(n == len(first_EKV) for n in rows):
-        return states[: len(w_NKV)], states[len(w_NKV) :].clone()
+        after.baddbmm_(p, before if n == len(before) else before[:n])  # the host, too, has little time for a step
+    if all(n == E for n in rows):
+        states = torch.empty_like(w_NKV, dtype=dtype)
+        states[:E], states[E:] = first_EKV, w_NKV[:-E]
+        return states, w_NKV[-E:].clone()
     # Sequences are sorted by falling length: of each block the first go on and the others are at their end.
     blocks = [block.split([n, len(block) - n]) for block, n in zip(blocks, [*rows, 0], strict=True)]
-    return torch.cat([going for going, _ in blocks]), torch.cat([ended for _, ended in reversed(blocks)])
+    return torch.cat([going for going, _ in blocks]).to(dtype), torch.cat([ended for _, ended in reversed(blocks)])
 
 
 @torch.library.custom_op("plait::scan_back", mutates_args=())
@@ -300,8 +313,8 @@ def scan_back(dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int])
 
 
 @scan.register_fake
-def _(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(w_NKV), torch.empty_like(first_EKV)
+def _(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(w_NKV, dtype=dtype), torch.empty_like(first_EKV)
 
 
 @scan_back.register_fake

@@ -162,7 +162,7 @@ class _LinearChunk(torch.autograd.Function):
             w_NKV = mm(x.write().mT, x.v_NCV)
             first_EKV = chunks.sort(state_BHKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = fade(first_EKV, x.keep_NJ1, w_NKV, x.rows, work)
-            o_NCV = add_mm(mm(mix_NCC, x.v_NCV), x.read(), start_NKV, x.scale)
+            o_NCV = add_mm(torch.bmm(mix_NCC, x.v_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks, ctx.scale = chunks, scale
         ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHV, g_BTH, start_NKV, *([mix_NCC] if x.decay.saves_pairs else []))
         last_BHKV = chunks.unsort(last_EKV.view(state_BHKV.shape))

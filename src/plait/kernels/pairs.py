@@ -1,0 +1,128 @@
+"""Pair sums of chunked recurrences in bf16 and the decays in them (mixers/chunked.py): written once, read never.
+
+Shapes: N = chunks * states, C tokens of a chunk, R = G * C rows of G queries (or one of keys), K key size.
+"""
+
+# Triton comes with torch where there are GPUs
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUB = 16
+"""tokens of a sub-block, the fewest rows of a product on tensor cores"""
+
+
+def scalar_pairs(
+    x_NRK: Tensor, k_NCK: Tensor, b_NC: Tensor, scale: float, dtype: torch.dtype, times_NC1: Tensor | None = None
+) -> Tensor:
+    """scale * x_t k_s 2^(b_t - b_s) for s <= t, else 0; and times a number of row t. b: fp64."""
+    (N, R, K), C = x_NRK.shape, k_NCK.shape[1]
+    out_NRC = x_NRK.new_empty(N, R, C, dtype=dtype)
+    tile = min(C, 64)
+    sizes = {"C": C, "K": K, "TILE": tile, "CHANNELS": triton.next_power_of_2(max(K, 16))}
+    own = (x.contiguous() for x in (x_NRK, k_NCK, b_NC, b_NC if times_NC1 is None else times_NC1))
+    with torch.cuda.device_of(x_NRK):
+        _scalar[(N * R // C * (C // tile) ** 2,)](*own, out_NRC, R // C, scale, TIMES=times_NC1 is not None, **sizes)
+    return out_NRC
+
+
+@triton.jit
+def _scalar(
+    x, k, b, times, out, G, scale,
+    C: tl.constexpr, K: tl.constexpr, TIMES: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """A program for each tile of a query's [C, C]."""
+    tiles = C // TILE
+    query = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    n, i, j = query // G, tl.program_id(0) // tiles % tiles, tl.program_id(0) % tiles
+    t, s, c = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, CHANNELS)[None, :]
+    pairs = tl.zeros((TILE, TILE), tl.float32)
+    if j <= i:
+        rows = tl.load(x + (query * C + t[:, None]) * K + c, mask=c < K, other=0)
+        keys = tl.load(k + (n * C + s[:, None]) * K + c, mask=c < K, other=0)
+        # Subtracted in fp64: a token of strong decay must not cost its neighbours their digits.
+        decay = (tl.load(b + n * C + t)[:, None] - tl.load(b + n * C + s)[None, :]).to(tl.float32)
+        decay = tl.exp2(tl.where(t[:, None] >= s[None, :], decay, float("-inf"))) * scale
+        if TIMES:
+            decay *= tl.load(times + n * C + t)[:, None]
+        pairs = tl.dot(rows, tl.trans(keys)) * decay
+    tl.store(out + (query * C + t[:, None]) * C + s[None, :], pairs)
+
+
+def channel_pairs(x_NRK: Tensor, k_NCK: Tensor, factor_NCK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale * sum_c x_tc k_sc prod(factor_uc, s < u <= t) for s <= t, else 0."""
+    (N, R, K), C = x_NRK.shape, k_NCK.shape[1]
+    out_NRC = x_NRK.new_empty(N, R, C, dtype=dtype)
+    channels = triton.next_power_of_2(max(K, 16))
+    own = (x.contiguous() for x in (x_NRK, k_NCK, factor_NCK))
+    with torch.cuda.device_of(x_NRK):
+        _channel[(N * R // SUB,)](
+            *own, out_NRC, R // C, scale, C=C, K=K, SUB=SUB, CHANNELS=channels, num_warps=max(1, channels // 128)
+        )
+    return out_NRC
+
+
+@triton.jit
+def _channel(x, k, factor, out, G, scale, C: tl.constexpr, K: tl.constexpr, SUB: tl.constexpr, CHANNELS: tl.constexpr):
+    """A program for each sub-block of a query's rows. Decays are multiplied together, as in the formula: no factor
+    exceeds one and nothing cancels."""
+    query = (tl.program_id(0) // (C // SUB)).to(tl.int64)
+    n, start = query // G, tl.program_id(0) % (C // SUB) * SUB
+    u, c = tl.arange(0, SUB), tl.arange(0, CHANNELS)
+    own = c < K
+    at = u[:, None] * K + c[None, :]
+    x += (query * C + start) * K
+    k += n * C * K
+    factor += n * C * K
+    out += (query * C + start) * C
+
+    # Within the sub-block in fp32, key by key from the last one on; rows: times what lies between key s and them.
+    rows = tl.load(x + at, mask=own[None, :], other=0).to(tl.float32)
+    for back in range(SUB):
+        s = SUB - 1 - back
+        key = tl.load(k + (start + s) * K + c, mask=own, other=0).to(tl.float32)
+        step = tl.load(factor + (start + s) * K + c, mask=own, other=0)
+        pairs = tl.sum(rows * key[None, :], 1) * scale
+        tl.store(out + start + s + u * C, tl.where(u >= s, pairs, 0))
+        rows = tl.where(u[:, None] >= s, rows * step[None, :], rows)
+
+    # With sub-blocks before it by products of matrices, from the nearest and its last key on.
+    rows = rows.to(x.dtype.element_ty)
+    v = SUB - 1 - u
+    from_last = v[:, None] * K + c[None, :]
+    after = tl.full((1, CHANNELS), 1.0, tl.float32)
+    for back in range(C // SUB - 1):
+        first = start - (back + 1) * SUB
+        if first >= 0:
+            keys = tl.load(k + first * K + from_last, mask=own[None, :], other=0)
+            later = own[None, :] & (first + 1 + v[:, None] < start)
+            leave = tl.cumprod(tl.load(factor + (first + 1) * K + from_last, mask=later, other=1), 0) * after
+            after = tl.sum(tl.where(v[:, None] == 0, leave, 0), 0)[None, :]
+            pairs = tl.dot(rows, tl.trans((keys * leave).to(x.dtype.element_ty))) * scale
+            tl.store(out + first + u[:, None] * C + v[None, :], pairs)
+        else:  # there are none: of as many after it the sums are 0
+            tl.store(out + first + C + u[:, None] * C + u[None, :], tl.zeros((SUB, SUB), tl.float32))
+
+
+def whole_chunks(factor_NCK: Tensor) -> tuple[Tensor, Tensor]:
+    """prod(factor_u, u <= t) and prod(factor_u, u > t)."""
+    N, C, K = factor_NCK.shape
+    enter_NCK, leave_NCK = torch.empty_like(factor_NCK), torch.empty_like(factor_NCK)
+    with torch.cuda.device_of(factor_NCK):
+        _whole[(N, triton.cdiv(K, 32))](factor_NCK, enter_NCK, leave_NCK, C=C, K=K, CHANNELS=32)
+    return enter_NCK, leave_NCK
+
+
+@triton.jit
+def _whole(factor, enter, leave, C: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr):
+    t, c = tl.arange(0, C)[:, None], tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    first = tl.program_id(0).to(tl.int64) * C * K
+    at, from_last = first + t * K + c, first + (C - 1 - t) * K + c
+    tl.store(enter + at, tl.cumprod(tl.load(factor + at, mask=c < K, other=1), 0), mask=c < K)
+    after = tl.load(factor + from_last + K, mask=(c < K) & (t > 0), other=1)
+    tl.store(leave + from_last, tl.cumprod(after, 0), mask=c < K)
