@@ -33,6 +33,7 @@ from plait.bench.rows import (
     measure,
 )
 from plait.bench.timing import reason, saved_bytes
+from plait.mixers.chunked import scale_heads
 from plait.mixers.delta import delta_chunk
 from plait.mixers.fla import why_not
 from plait.mixers.linear import linear_chunk, linear_naive
@@ -152,7 +153,7 @@ def _mamba2(inputs: list[Tensor]) -> Side:
     seq, a_H = _seq(inputs[0]), _rates(inputs[3])
 
     def call(c: Tensor, b: Tensor, x: Tensor, dt: Tensor) -> Tensor:
-        return linear_chunk(c, b, (x * dt[..., None]).to(x.dtype), dt * a_H, None, seq, scale=1.0)[0]
+        return linear_chunk(c, b, scale_heads(x, dt), dt * a_H, None, seq, scale=1.0)[0]
 
     return _of(call, inputs)
 

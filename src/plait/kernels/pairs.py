@@ -1,4 +1,4 @@
-"""Pair sums of chunked recurrences in bf16 and the decays in them (mixers/chunked.py): written once, read never.
+"""Pair sums of chunked recurrences in bf16, of which nothing but the result goes to memory (mixers/chunked.py).
 
 Shapes: N = chunks * states, C tokens of a chunk, R = G * C rows of G queries (or one of keys), K key size.
 """
@@ -24,7 +24,7 @@ def scalar_pairs(
     (N, R, K), C = x_NRK.shape, k_NCK.shape[1]
     out_NRC = x_NRK.new_empty(N, R, C, dtype=dtype)
     tile = min(C, 64)
-    sizes = {"C": C, "K": K, "TILE": tile, "CHANNELS": triton.next_power_of_2(max(K, 16))}
+    sizes = {"C": C, "K": K, "TILE": tile, "CHANNELS": min(triton.next_power_of_2(max(K, 16)), 128)}
     own = (x.contiguous() for x in (x_NRK, k_NCK, b_NC, b_NC if times_NC1 is None else times_NC1))
     with torch.cuda.device_of(x_NRK):
         _scalar[(N * R // C * (C // tile) ** 2,)](*own, out_NRC, R // C, scale, TIMES=times_NC1 is not None, **sizes)
@@ -40,17 +40,20 @@ def _scalar(
     tiles = C // TILE
     query = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
     n, i, j = query // G, tl.program_id(0) // tiles % tiles, tl.program_id(0) % tiles
-    t, s, c = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, CHANNELS)[None, :]
+    t, s = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     pairs = tl.zeros((TILE, TILE), tl.float32)
     if j <= i:
-        rows = tl.load(x + (query * C + t[:, None]) * K + c, mask=c < K, other=0)
-        keys = tl.load(k + (n * C + s[:, None]) * K + c, mask=c < K, other=0)
+        for first in range(0, K, CHANNELS):
+            c = first + tl.arange(0, CHANNELS)[None, :]
+            rows = tl.load(x + (query * C + t[:, None]) * K + c, mask=c < K, other=0)
+            keys = tl.load(k + (n * C + s[:, None]) * K + c, mask=c < K, other=0)
+            pairs = tl.dot(rows, tl.trans(keys), pairs)
         # Subtracted in fp64: a token of strong decay must not cost its neighbours their digits.
         decay = (tl.load(b + n * C + t)[:, None] - tl.load(b + n * C + s)[None, :]).to(tl.float32)
         decay = tl.exp2(tl.where(t[:, None] >= s[None, :], decay, float("-inf"))) * scale
         if TIMES:
             decay *= tl.load(times + n * C + t)[:, None]
-        pairs = tl.dot(rows, tl.trans(keys)) * decay
+        pairs *= decay
     tl.store(out + (query * C + t[:, None]) * C + s[None, :], pairs)
 
 

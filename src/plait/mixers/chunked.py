@@ -98,6 +98,24 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return _rounded(torch.mul, a, b, dtype=dtype)
 
 
+class _ScaleHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BTHV, by_BTH):
+        ctx.save_for_backward(x_BTHV, by_BTH)
+        return product(x_BTHV, by_BTH[..., None], x_BTHV.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_BTHV):
+        x_BTHV, by_BTH = ctx.saved_tensors
+        grad = grad_BTHV.to(by_BTH.dtype)
+        return (grad * by_BTH[..., None]).to(x_BTHV.dtype), (grad * x_BTHV).sum(-1)
+
+
+def scale_heads(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
+    """x times a number for each head, at least as wide: product, with gradients."""
+    return _ScaleHeads.apply(x_BTHV, by_BTH)
+
+
 def _rounded(op: Callable[..., Tensor], *operands: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling() or functools.reduce(torch.promote_types, (x.dtype for x in operands)) == dtype:
         return op(*operands).to(dtype)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from plait.config import Mamba2
 from plait.mixers.base import linear
+from plait.mixers.chunked import scale_heads
 from plait.mixers.norm import Norm, rms_norm, wide
 from plait.mixers.recurrent import LinearRule, MemoryState, init_dt_bias
 from plait.mixers.seq import Seq
@@ -48,7 +49,7 @@ class Mamba2Mixer(LinearRule):
         x_BTHP = x.unflatten(-1, (config.num_heads, -1))
         b_BTGN, c_BTGN = (y.unflatten(-1, (config.num_groups, -1)) for y in (b, c))
         dt_BTH = F.softplus(wide(self.dt(x_BTD)) + wide(self.dt_bias))
-        v = (x_BTHP * dt_BTH[..., None]).to(x_BTHP.dtype)
+        v = scale_heads(x_BTHP, dt_BTH)
         inputs = self.tapped(seq, q=c_BTGN, k=b_BTGN, v=v, decay=-wide(self.A_log).exp() * dt_BTH)
         q, k, v, g = inputs
         if config.num_groups < config.num_heads:
