@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs, where the time goes into reading and writing tensors: of updates, and of chunked recurrences.
+"""Triton kernels for GPUs, where the time of updates and of chunked recurrences goes into reading and writing tensors.
 
 Each replaces a formula of PyTorch, which stands beside its call and is taken everywhere else: on CPUs, in float64,
 without Triton, and where torch.compile makes kernels of its own. Its modules import Triton: ask `usable` first.

@@ -114,7 +114,7 @@ def _channel(x, k, factor, out, G, scale, C: tl.constexpr, K: tl.constexpr, SUB:
 
 def whole_chunks(factor_NCK: Tensor) -> tuple[Tensor, Tensor]:
     """prod(factor_u, u <= t) and prod(factor_u, u > t)."""
-    N, C, K = factor_NCK.shape
+    (N, C, K), factor_NCK = factor_NCK.shape, factor_NCK.contiguous()
     enter_NCK, leave_NCK = torch.empty_like(factor_NCK), torch.empty_like(factor_NCK)
     with torch.cuda.device_of(factor_NCK):
         _whole[(N, triton.cdiv(K, 32))](factor_NCK, enter_NCK, leave_NCK, C=C, K=K, CHANNELS=32)
