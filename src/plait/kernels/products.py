@@ -17,8 +17,8 @@ def square_mm(a_NCC: Tensor, x_NCX: Tensor, dtype: torch.dtype) -> Tensor:
     x_NCX, out_NCX = x_NCX.contiguous(), x_NCX.new_empty(N, C, X, dtype=dtype)
     tile = min(64, triton.next_power_of_2(max(X, 16)))
     with torch.cuda.device_of(x_NCX):
-        grid = (N * triton.cdiv(X, tile),)
-        _square[grid](a_NCC, x_NCX, out_NCX, *a_NCC.stride(), C=C, X=X, TILE=tile, STEP=min(C, 32))
+        grid, sizes = (N * triton.cdiv(X, tile),), {"C": C, "X": X, "TILE": tile, "STEP": min(C, 32)}
+        _square[grid](a_NCC, x_NCX, out_NCX, *a_NCC.stride(), **sizes, num_warps=8)
     return out_NCX
 
 
