@@ -70,6 +70,7 @@ for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128,
     same(scalar_pairs(k, k, b, 0.7, f32, times), erase.float(), rtol=1e-5, atol=1e-5)
     for x, pairs in zip((q, k), each.pairs(k.double(), q.double(), k.double())):
         same(channel_pairs(x, k, factor, 0.7, f32), pairs.float(), rtol=1e-5, atol=1e-5)
+    same(channel_pairs(k, k, factor, 0.7, f32, times), pairs.float() * times, rtol=1e-5, atol=1e-5)
     for got, want in zip(whole_chunks(factor), (each.enter_NCJ, each.leave_NCJ)):
         same(got, want.float(), rtol=1e-5, atol=1e-7)
     for a in (torch.randn(2, C, C), torch.randn(2, C, C).mT):

@@ -57,21 +57,25 @@ def _scalar(
     tl.store(out + (query * C + t[:, None]) * C + s[None, :], pairs)
 
 
-def channel_pairs(x_NRK: Tensor, k_NCK: Tensor, factor_NCK: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """scale * sum_c x_tc k_sc prod(factor_uc, s < u <= t) for s <= t, else 0."""
+def channel_pairs(
+    x_NRK: Tensor, k_NCK: Tensor, factor_NCK: Tensor, scale: float, dtype: torch.dtype, times_NC1: Tensor | None = None
+) -> Tensor:
+    """scale * sum_c x_tc k_sc prod(factor_uc, s < u <= t) for s <= t, else 0; and times a number of row t."""
     (N, R, K), C = x_NRK.shape, k_NCK.shape[1]
     out_NRC = x_NRK.new_empty(N, R, C, dtype=dtype)
-    channels = triton.next_power_of_2(max(K, 16))
-    own = (x.contiguous() for x in (x_NRK, k_NCK, factor_NCK))
+    sizes = {"C": C, "K": K, "SUB": SUB, "CHANNELS": triton.next_power_of_2(max(K, 16))}
+    own = (x.contiguous() for x in (x_NRK, k_NCK, factor_NCK, factor_NCK if times_NC1 is None else times_NC1))
+    options = {"TIMES": times_NC1 is not None, "num_warps": max(1, sizes["CHANNELS"] // 128)}
     with torch.cuda.device_of(x_NRK):
-        _channel[(N * R // SUB,)](
-            *own, out_NRC, R // C, scale, C=C, K=K, SUB=SUB, CHANNELS=channels, num_warps=max(1, channels // 128)
-        )
+        _channel[(N * R // SUB,)](*own, out_NRC, R // C, scale, **sizes, **options)
     return out_NRC
 
 
 @triton.jit
-def _channel(x, k, factor, out, G, scale, C: tl.constexpr, K: tl.constexpr, SUB: tl.constexpr, CHANNELS: tl.constexpr):
+def _channel(
+    x, k, factor, times, out, G, scale,
+    C: tl.constexpr, K: tl.constexpr, TIMES: tl.constexpr, SUB: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """A program for each sub-block of a query's rows. Decays are multiplied together, as in the formula: no factor
     exceeds one and nothing cancels."""
     query = (tl.program_id(0) // (C // SUB)).to(tl.int64)
@@ -83,6 +87,9 @@ def _channel(x, k, factor, out, G, scale, C: tl.constexpr, K: tl.constexpr, SUB:
     k += n * C * K
     factor += n * C * K
     out += (query * C + start) * C
+    gate = tl.full((SUB,), 1.0, tl.float32) * scale
+    if TIMES:
+        gate *= tl.load(times + n * C + start + u)
 
     # Within the sub-block in fp32, key by key from the last one on; rows: times what lies between key s and them.
     rows = tl.load(x + at, mask=own[None, :], other=0).to(tl.float32)
@@ -90,7 +97,7 @@ def _channel(x, k, factor, out, G, scale, C: tl.constexpr, K: tl.constexpr, SUB:
         s = SUB - 1 - back
         key = tl.load(k + (start + s) * K + c, mask=own, other=0).to(tl.float32)
         step = tl.load(factor + (start + s) * K + c, mask=own, other=0)
-        pairs = tl.sum(rows * key[None, :], 1) * scale
+        pairs = tl.sum(rows * key[None, :], 1) * gate
         tl.store(out + start + s + u * C, tl.where(u >= s, pairs, 0))
         rows = tl.where(u[:, None] >= s, rows * step[None, :], rows)
 
@@ -106,7 +113,7 @@ def _channel(x, k, factor, out, G, scale, C: tl.constexpr, K: tl.constexpr, SUB:
             later = own[None, :] & (first + 1 + v[:, None] < start)
             leave = tl.cumprod(tl.load(factor + (first + 1) * K + from_last, mask=later, other=1), 0) * after
             after = tl.sum(tl.where(v[:, None] == 0, leave, 0), 0)[None, :]
-            pairs = tl.dot(rows, tl.trans((keys * leave).to(x.dtype.element_ty))) * scale
+            pairs = tl.dot(rows, tl.trans((keys * leave).to(x.dtype.element_ty))) * gate[:, None]
             tl.store(out + first + u[:, None] * C + v[None, :], pairs)
         else:  # there are none: of as many after it the sums are 0
             tl.store(out + first + C + u[:, None] * C + u[None, :], tl.zeros((SUB, SUB), tl.float32))

@@ -165,8 +165,9 @@ def least(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny ** 0.2
 
 
-def by_kernel(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and usable(x)
+def takes_kernel(work: torch.dtype, x: Tensor) -> bool:
+    """Whether kernels compute with operands of the dtype `work` on x's device."""
+    return work == torch.bfloat16 and usable(x)
 
 
 def drop_small_(x: Tensor) -> Tensor:
@@ -191,12 +192,19 @@ def exp(x: Tensor, out: Tensor | None = None) -> Tensor:
     return exp2_(torch.mul(x, LOG2_E, out=out))
 
 
-def make_decay(g_BTS: Tensor, dtype: torch.dtype, scale: float, chunks: Chunks) -> ScalarDecay | ChannelDecay:
-    """Of g [B, T, S], or [B, T, S, K] with one decay a channel."""
+def make_decay(
+    g_BTS: Tensor, dtype: torch.dtype, scale: float, chunks: Chunks, kernel: bool
+) -> ScalarDecay | ChannelDecay:
+    """Of g [B, T, S], or [B, T, S, K] with one decay a channel. kernel: whether pair sums come from one."""
     num_states = g_BTS.shape[2]
     if g_BTS.ndim == 4:
-        return ChannelDecay(pack(g_BTS, dtype, num_states, chunks, exp), scale)
-    return ScalarDecay(pack(g_BTS, torch.float64, num_states, chunks), dtype, scale)
+        return ChannelDecay(pack(g_BTS, dtype, num_states, chunks, exp), scale, kernel)
+    return ScalarDecay(pack(g_BTS, torch.float64, num_states, chunks), dtype, scale, kernel)
+
+
+def _by_kernel(kernel: Callable[..., Tensor], rows, dtypes, times: Tensor | None, *own) -> list[Tensor]:
+    gates = [*[None] * (len(rows) - 1), times]
+    return [kernel(x, *own, dtype, gate) for x, dtype, gate in zip(rows, dtypes, gates, strict=True)]
 
 
 class ScalarDecay:
@@ -205,10 +213,10 @@ class ScalarDecay:
     saves_pairs = False
     """pair sums are cheaper made again in the backward pass than kept"""
 
-    def __init__(self, g_NC: Tensor, dtype: torch.dtype, scale: float):
+    def __init__(self, g_NC: Tensor, dtype: torch.dtype, scale: float, kernel: bool = False):
         # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
         sum_NC = (g_NC * LOG2_E).cumsum(-1)
-        self._sum_NC, self._dtype, self._scale = sum_NC, dtype, scale
+        self._sum_NC, self._dtype, self._scale, self._kernel = sum_NC, dtype, scale, kernel
         self._pair_NCC: Tensor | None = None
         self.enter_NCJ = exp2_(sum_NC[..., None].to(dtype, copy=True))
         self.leave_NCJ = exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(dtype))
@@ -235,14 +243,12 @@ class ScalarDecay:
     ) -> list[Tensor]:
         """P_NRC of each of `rows` [N, R, K], of the first in a dtype of its own; of the last times a number each row,
         [N, C, 1], if that is given."""
-        wanted = list(zip(rows, [first or self._dtype, *[self._dtype] * (len(rows) - 1)], strict=True))
-        if by_kernel(k_NCK):
+        dtypes = [first or self._dtype, *[self._dtype] * (len(rows) - 1)]
+        if self._kernel:
             from plait.kernels.pairs import scalar_pairs
 
-            own = k_NCK, self._sum_NC, self._scale
-            gates = [None] * (len(rows) - 1) + [times]
-            return [scalar_pairs(x, *own, dtype, gate) for (x, dtype), gate in zip(wanted, gates, strict=True)]
-        pairs = [use_rows(mm(x, k_NCK.mT), self.pair_NCC, dtype) for x, dtype in wanted]
+            return _by_kernel(scalar_pairs, rows, dtypes, times, k_NCK, self._sum_NC, self._scale)
+        pairs = [use_rows(mm(x, k_NCK.mT), self.pair_NCC, dtype) for x, dtype in zip(rows, dtypes, strict=True)]
         if times is not None:
             mul_rows_(pairs[-1], times)
         return pairs
@@ -275,9 +281,9 @@ class ScalarDecay:
 class ChannelDecay:
     """One decay a key channel."""
 
-    saves_pairs = True
-
-    def __init__(self, factor_NCK: Tensor, scale: float):
+    def __init__(self, factor_NCK: Tensor, scale: float, kernel: bool = False):
+        self.saves_pairs = not kernel
+        self._kernel = kernel
         self.factor_NCK = factor_NCK
         self.scale = scale
         self._whole: tuple[Tensor, Tensor] | None = None
@@ -292,7 +298,7 @@ class ChannelDecay:
 
     def _of_whole_chunks(self) -> tuple[Tensor, Tensor]:
         """What the levels end with, if they have been gone through; otherwise the same without their pairs."""
-        if self._whole is None and usable(self.factor_NCK):
+        if self._whole is None and self._kernel:
             from plait.kernels.pairs import whole_chunks
 
             self._whole = whole_chunks(self.factor_NCK)
@@ -362,16 +368,15 @@ class ChannelDecay:
     def pairs(
         self, k_NCK: Tensor, *rows: Tensor, first: torch.dtype | None = None, times: Tensor | None = None
     ) -> list[Tensor]:
-        """As ScalarDecay's, without times: they are kept."""
-        assert times is None
+        """As ScalarDecay's."""
         N, C = k_NCK.shape[:2]
         wide = self.factor_NCK.dtype
         dtypes = [first or wide, *[wide] * (len(rows) - 1)]
-        if by_kernel(k_NCK):
+        if self._kernel:
             from plait.kernels.pairs import channel_pairs
 
-            pairs = zip(rows, dtypes, strict=True)
-            return [channel_pairs(x, k_NCK, self.factor_NCK, self.scale, dtype) for x, dtype in pairs]
+            return _by_kernel(channel_pairs, rows, dtypes, times, k_NCK, self.factor_NCK, self.scale)
+        assert times is None  # they are saved as they are
         x_NXCK = self._stack(rows, C)
         sizes = [x.shape[1] // C for x in rows]
         pairs = [k_NCK.new_zeros(N, size, C, C, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]

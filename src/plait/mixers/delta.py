@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.kernels import usable
 from plait.mixers.chunked import (
     ChannelDecay,
     ScalarDecay,
@@ -46,6 +45,7 @@ from plait.mixers.chunked import (
     runs_in_bf16,
     sum_after,
     sum_rows,
+    takes_kernel,
     unpack,
     use_rows,
     wide_dtype,
@@ -150,7 +150,7 @@ class _Chunked(NamedTuple):
             k_NCK=pack(k_BTSK, work, S, chunks),
             v_NCV=pack(v_BTSV, work, S, chunks),
             beta_NC1=pack(beta_BTS, wide, S, chunks)[..., None],
-            decay=make_decay(g_BTS, wide, scale, chunks),
+            decay=make_decay(g_BTS, wide, scale, chunks, takes_kernel(work, k_BTSK)),
             scale=scale,
             rows=[count * S for count in chunks.counts],
         )
@@ -270,7 +270,7 @@ def _unit_inverse(a_NCC: Tensor) -> Tensor:
 
 def _solved(inverse_NCC: Tensor, x_NCX: Tensor, dtype: torch.dtype) -> Tensor:
     """The product in at least fp32, rounded once."""
-    if dtype == torch.bfloat16 and usable(x_NCX):
+    if takes_kernel(dtype, x_NCX):
         from plait.kernels.products import square_mm
 
         return square_mm(inverse_NCC, x_NCX, dtype)

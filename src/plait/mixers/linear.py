@@ -41,6 +41,7 @@ from plait.mixers.chunked import (
     product,
     runs_in_bf16,
     sum_after,
+    takes_kernel,
     unpack,
     wide_dtype,
     widen,
@@ -131,7 +132,7 @@ class _Chunked(NamedTuple):
         H = k_BTHK.shape[2]
         return _Chunked(
             *(pack(x, work, H, chunks) for x in (q_BTHK, k_BTHK, v_BTHV)),
-            decay=make_decay(g_BTH, wide, scale, chunks),
+            decay=make_decay(g_BTH, wide, scale, chunks, takes_kernel(work, k_BTHK)),
             scale=scale,
             rows=[count * H for count in chunks.counts],
         )
@@ -177,7 +178,7 @@ class _LinearChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks, ctx.scale)
             decay, work = x.decay, x.k_NCK.dtype
             do_NCV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            mix_NCC = saved[5] if decay.saves_pairs else decay.pairs(x.k_NCK, x.q_NCK)[0]
+            mix_NCC = saved[5] if len(saved) > 5 else decay.pairs(x.k_NCK, x.q_NCK)[0]
             dw_NKV = mm(x.read().mT, do_NCV).mul_(x.scale)
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows, work)
