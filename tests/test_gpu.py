@@ -240,6 +240,9 @@ def test_products_of_the_precision_of_fp32(C, X):
         for columns in (x, x.bfloat16()):
             assert error(square_mm(own, columns, torch.float32), own.double() @ columns.double()) < 1e-5
             assert error(square_mm(own, columns, torch.bfloat16), own.double() @ columns.double()) < 4e-3
+            for gate in (x, x[..., :1]):
+                gated = columns.double() * gate.double()
+                assert error(square_mm(own, columns, torch.float32, gate), own.double() @ gated) < 1e-5
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

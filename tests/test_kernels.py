@@ -75,6 +75,8 @@ for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128,
         same(got, want.float(), rtol=1e-5, atol=1e-7)
     for a in (torch.randn(2, C, C), torch.randn(2, C, C).mT):
         same(square_mm(a, k, f32), a @ k, rtol=1e-5, atol=1e-4)
+        for gate in (factor, times):
+            same(square_mm(a, k, f32, gate), a @ (k * gate), rtol=1e-5, atol=1e-4)
 """
 
 

@@ -163,7 +163,7 @@ class _Chunked(NamedTuple):
         """K', X and P from T."""
         work, decay = self.k_NCK.dtype, self.decay
         old_NCK = product(self.k_NCK, decay.enter_NCJ * -self.beta_NC1, work)
-        x_NCK = _solved(inverse_NCC.mT, self.k_NCK * decay.leave_NCJ, work)
+        x_NCK = _solved(inverse_NCC.mT, self.k_NCK, work, decay.leave_NCJ)
         p_NKK = mm(x_NCK.mT, old_NCK)
         p_NKK.diagonal(dim1=1, dim2=2).add_(decay.enter_NCJ[:, -1])
         return old_NCK, x_NCK, p_NKK
@@ -268,12 +268,14 @@ def _unit_inverse(a_NCC: Tensor) -> Tensor:
     return inverse_NCC if a_NCC.is_cuda else F.hardshrink(inverse_NCC, least(a_NCC.dtype))
 
 
-def _solved(inverse_NCC: Tensor, x_NCX: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product in at least fp32, rounded once."""
+def _solved(inverse_NCC: Tensor, x_NCX: Tensor, dtype: torch.dtype, gate_NCJ: Tensor | None = None) -> Tensor:
+    """The product with x, or with x * gate, in at least fp32, rounded once."""
     if takes_kernel(dtype, x_NCX):
         from plait.kernels.products import square_mm
 
-        return square_mm(inverse_NCC, x_NCX, dtype)
+        return square_mm(inverse_NCC, x_NCX, dtype, gate_NCJ)
+    if gate_NCJ is not None:
+        x_NCX = x_NCX * gate_NCJ
     return torch.bmm(inverse_NCC, x_NCX.to(inverse_NCC.dtype)).to(dtype)
 
 
