@@ -18,6 +18,7 @@ from plait.mixers import chunked
 from plait.mixers.attention import attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
 from plait.mixers.seq import Seq
+from plait.mixers.norm import Norm
 from plait.model.block import Mlp
 from plait.model.generate import generate, prefill
 from plait.model.lm import LM
@@ -185,6 +186,25 @@ def test_losses_of_a_large_vocabulary(dtype):
     assert correct.nonzero().flatten().tolist() == [7]
     assert exact.grad is not None
     assert error(logits, exact.grad) < (2**-8 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "size", "dtype"), [("rms", 1000, torch.float32), ("rms1p", 128, torch.bfloat16)])
+def test_kernel_of_rms_norm(kind, size, dtype):
+    """Rounded to bf16, as before products under autocast, or in bf16 throughout; gradients are those of float64."""
+    torch.manual_seed(0)
+    norm, x = Norm(kind, size, 1e-5), torch.randn(3, 700, size).to(dtype)
+    grad = torch.randn(3, 700, size).bfloat16()
+    norm.weight.data.normal_()
+    found = []
+    for device, wanted, out_dtype in (("cuda", dtype, torch.bfloat16), ("cpu", torch.float64, torch.float64)):
+        own = copy.deepcopy(norm).to(device, torch.float32 if device == "cuda" else wanted)
+        leaf = x.to(device, wanted).requires_grad_()
+        out = own(leaf, out_dtype)
+        assert out.dtype == out_dtype and out.grad_fn is not None
+        assert (type(out.grad_fn).__name__ == "RmsNormBackward") == (device == "cuda")
+        found.append((out, *torch.autograd.grad(out, (leaf, own.weight), grad.to(device, out_dtype))))
+    for got, want, limit in zip(*found, (3e-3, 3e-3 if dtype == torch.bfloat16 else 1e-6, 1e-5), strict=True):
+        assert error(got, want) < limit
 
 
 def test_kernels_of_rope_and_swiglu():

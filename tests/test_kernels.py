@@ -78,11 +78,32 @@ for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128,
         for gate in (factor, times):
             same(square_mm(a, k, f32, gate), a @ (k * gate), rtol=1e-5, atol=1e-4)
 """
+NORM = """
+import torch
+import torch.nn.functional as F
+from plait.kernels.norm import RmsNorm
+for shape, dtype, narrow, weighted in (
+    ((2, 40, 1000), torch.float32, torch.bfloat16, True),
+    ((5, 3, 96), torch.bfloat16, torch.bfloat16, True),
+    ((7, 3, 6000), torch.float32, torch.float32, False),
+    ((2, 300, 32), torch.bfloat16, torch.float32, False),
+):
+    x = (3 * torch.randn(shape)).to(dtype).transpose(0, 1).requires_grad_()
+    weight = torch.randn(shape[-1], requires_grad=True) if weighted else None
+    leaves = [x, weight] if weighted else [x]
+    out = RmsNorm.apply(x, weight, 1e-3, narrow)
+    grad = torch.randn(out.shape).to(narrow)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = F.rms_norm(exact[0], shape[-1:], *(exact[1:] or [None]), 1e-3)
+    torch.testing.assert_close(out, want.to(narrow))
+    for got, grads in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, exact, grad.double())):
+        limit = 1.6e-2 if got.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(got, grads.to(got.dtype), rtol=limit, atol=1e-4)
+"""
+KERNELS = {"cross_entropy": CROSS_ENTROPY, "rotation": ROTATION, "swiglu": SWIGLU, "norm": NORM, "pairs": PAIRS}
 
 
-@pytest.mark.parametrize(
-    "code", [CROSS_ENTROPY, ROTATION, SWIGLU, PAIRS], ids=["cross_entropy", "rotation", "swiglu", "pairs"]
-)
+@pytest.mark.parametrize("code", KERNELS.values(), ids=KERNELS)
 def test_by_the_interpreter(code):
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1"}

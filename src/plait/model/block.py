@@ -78,7 +78,7 @@ class Block(nn.Module):
         layer = self.layer
         x = self.taps["in"](x_BTD, seq)
         if layer.parallel and self.mlp is not None:
-            n = _narrow(self.norm1(x))
+            n = self.norm1(x, _dtype_of_products(x))
             y, _ = self.mixer(n, state, seq)
             z = self.taps["mlp_out"](self.mlp(n), seq)
             return self.taps["out"](x + layer.mixer_multiplier * y + layer.mlp_multiplier * z, seq)
@@ -90,14 +90,15 @@ class Block(nn.Module):
         return self.taps["out"](x, seq)
 
     def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
-        return _narrow(x if self.layer.norm_placement == "post" else norm(x))
+        dtype = _dtype_of_products(x)
+        return x.to(dtype) if self.layer.norm_placement == "post" else norm(x, dtype)
 
     def _after(self, norm: nn.Module, post_norm: nn.Module, y: Tensor) -> Tensor:
         return norm(y) if self.layer.norm_placement == "post" else post_norm(y)
 
 
-def _narrow(x: Tensor) -> Tensor:
-    """Under autocast the dtype of matrix products, which would each make a copy of their own of it."""
+def _dtype_of_products(x: Tensor) -> torch.dtype:
+    """Under autocast that of matrix products, which would each round x for themselves; otherwise x's."""
     device = x.device.type
     narrows = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(device)
-    return x.to(torch.get_autocast_dtype(device)) if narrows else x
+    return torch.get_autocast_dtype(device) if narrows else x.dtype
