@@ -17,8 +17,8 @@ from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.mixers import chunked
 from plait.mixers.attention import attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
-from plait.mixers.seq import Seq
 from plait.mixers.norm import Norm
+from plait.mixers.seq import Seq
 from plait.model.block import Mlp
 from plait.model.generate import generate, prefill
 from plait.model.lm import LM
