@@ -265,6 +265,16 @@ def test_products_of_the_precision_of_fp32(C, X):
                 assert error(square_mm(own, columns, torch.float32, gate), own.double() @ gated) < 1e-5
 
 
+@pytest.mark.parametrize("C", [16, 32, 64, 128])
+def test_inverses_of_the_precision_of_fp32(C):
+    from plait.kernels.inverse import unit_inverse
+
+    a = torch.randn(70, C, C, generator=torch.Generator().manual_seed(0)).cuda() / 4
+    want = torch.linalg.inv(a.double().tril(-1) + torch.eye(C, device="cuda"))
+    got = unit_inverse(a)
+    assert error(got, want) < 1e-5 and not got.triu(1).any()
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("lengths", [None, [300, 0, 17, 129], [40, 0]])
 @pytest.mark.parametrize(("G", "K", "strong"), [(1, 128, 0.0), (3, 96, 0.01)])

@@ -55,6 +55,7 @@ for dtype in (torch.float32, torch.bfloat16):
 PAIRS = """
 import torch
 from plait.kernels.pairs import channel_pairs, scalar_pairs, whole_chunks
+from plait.kernels.inverse import unit_inverse
 from plait.kernels.products import square_mm
 from plait.mixers.chunked import LOG2_E, ChannelDecay, ScalarDecay
 f32 = torch.float32
@@ -73,6 +74,8 @@ for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128,
     same(channel_pairs(k, k, factor, 0.7, f32, times), pairs.float() * times, rtol=1e-5, atol=1e-5)
     for got, want in zip(whole_chunks(factor), (each.enter_NCJ, each.leave_NCJ)):
         same(got, want.float(), rtol=1e-5, atol=1e-7)
+    a = torch.randn(2, C, C) / 4
+    same(unit_inverse(a), torch.linalg.inv(a.double().tril(-1) + torch.eye(C)).float(), rtol=1e-4, atol=1e-4)
     for a in (torch.randn(2, C, C), torch.randn(2, C, C).mT):
         same(square_mm(a, k, f32), a @ k, rtol=1e-5, atol=1e-4)
         for gate in (factor, times):

@@ -181,7 +181,7 @@ class _DeltaChunk(torch.autograd.Function):
             beta_NC1, saves = x.beta_NC1 / x.scale, x.decay.saves_pairs
             times = None if saves else beta_NC1
             mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK, first=work, times=times)
-            inverse_NCC = _unit_inverse(erase_NCC * beta_NC1 if saves else erase_NCC)
+            inverse_NCC = _unit_inverse(erase_NCC * beta_NC1 if saves else erase_NCC, work)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = product(x.v_NCV, x.beta_NC1, work)
             w_NKV = mm(x_NCK.mT, r_NCV)
@@ -261,8 +261,12 @@ def _grads(
     return dq_NRK, dk_NCK, dg_NCJ, dbeta_NC
 
 
-def _unit_inverse(a_NCC: Tensor) -> Tensor:
-    """(I + A)^-1 by substitution, A being the strictly lower part of what is given."""
+def _unit_inverse(a_NCC: Tensor, work: torch.dtype) -> Tensor:
+    """(I + A)^-1 by substitution, A being the strictly lower part of what is given. work: of the operands."""
+    if takes_kernel(work, a_NCC):
+        from plait.kernels.inverse import unit_inverse
+
+        return unit_inverse(a_NCC)
     eye_CC = torch.eye(a_NCC.shape[-1], dtype=a_NCC.dtype, device=a_NCC.device)
     inverse_NCC = torch.linalg.solve_triangular(a_NCC, eye_CC.expand_as(a_NCC), upper=False, unitriangular=True)
     return inverse_NCC if a_NCC.is_cuda else F.hardshrink(inverse_NCC, least(a_NCC.dtype))
