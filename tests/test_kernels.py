@@ -54,12 +54,12 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 PAIRS = """
 import torch
-from plait.kernels.pairs import channel_pairs, scalar_pairs, whole_chunks
 from plait.kernels.inverse import unit_inverse
+from plait.kernels.pairs import channel_pairs, scalar_pairs, scalar_pairs_back, whole_chunks
 from plait.kernels.products import square_mm
 from plait.mixers.chunked import LOG2_E, ChannelDecay, ScalarDecay
 f32 = torch.float32
-for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128, 5, 1, 3)):
+for C, K, V, G, decay in ((16, 128, 5, 3, 0), (32, 64, 130, 1, 50), (64, 96, 64, 3, 0.1), (128, 5, 40, 2, 3)):
     k, q, times = torch.randn(2, C, K), torch.randn(2, G * C, K), 2 * torch.rand(2, C, 1)
     g = (-decay * torch.rand(2, C, K)).masked_fill(torch.rand(2, C, K) < 0.02, -1e9)
     one, each = ScalarDecay(g[..., 0].double(), torch.float64, 0.7), ChannelDecay(g.double().exp(), 0.7)
@@ -69,6 +69,16 @@ for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128,
     same(scalar_pairs(q, k, b, 0.7, f32), mix.float(), rtol=1e-5, atol=1e-5)
     same(scalar_pairs(q, k, b, 0.7, torch.bfloat16), mix.bfloat16(), rtol=2**-7, atol=1e-5)
     same(scalar_pairs(k, k, b, 0.7, f32, times), erase.float(), rtol=1e-5, atol=1e-5)
+    y, dy = torch.randn(2, C, V), torch.randn(2, G * C, V)
+    for x, dy, gate in ((q, dy, None), (k, dy[:, :C], times)):
+        p, d, *sums = scalar_pairs_back(x, k, dy, y, b, 0.7, gate)
+        dp = (dy.double() @ y.double().mT).unflatten(1, (-1, C))
+        dp = dp if gate is None else dp.tril(-1)
+        own, gate = one.pairs(k.double(), x.double())[0].unflatten(1, (-1, C)), 1 if gate is None else gate[:, None]
+        want = dp * gate * one.pair_NCC[:, None], (own * dp).sum((1, 3)), (own * dp * gate).sum((1, 2))
+        for got, exact in zip((d, *sums), want):
+            same(got, exact.float().view_as(got), rtol=1e-5, atol=1e-3)
+        same(p, mix.float() if x is q else p[:0], rtol=1e-5, atol=1e-5)
     for x, pairs in zip((q, k), each.pairs(k.double(), q.double(), k.double())):
         same(channel_pairs(x, k, factor, 0.7, f32), pairs.float(), rtol=1e-5, atol=1e-5)
     same(channel_pairs(k, k, factor, 0.7, f32, times), pairs.float() * times, rtol=1e-5, atol=1e-5)
@@ -80,6 +90,30 @@ for C, K, G, decay in ((16, 128, 3, 0), (32, 64, 1, 50), (64, 96, 3, 0.1), (128,
         same(square_mm(a, k, f32), a @ k, rtol=1e-5, atol=1e-4)
         for gate in (factor, times):
             same(square_mm(a, k, f32, gate), a @ (k * gate), rtol=1e-5, atol=1e-4)
+"""
+RULES = """
+import torch
+from plait.mixers import delta, linear
+from plait.mixers.seq import Seq
+def run(dtype, kernel, f, inputs, grads):
+    delta.takes_kernel = linear.takes_kernel = lambda *_: kernel
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out = f(*leaves)
+    return *out, *torch.autograd.grad(out, leaves, [x.to(dtype) for x in grads])
+for G, lengths in ((1, [150, 150]), (2, [70, 0, 33])):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    seq = Seq.build((1, sum(lengths)), torch.device("cpu"), cu_seqlens=offsets)
+    q, k, v, do = (torch.randn(1, sum(lengths), *shape) for shape in ((2 * G, 24), (2, 24), (2, 40), (2 * G, 40)))
+    g, beta = -torch.rand(k.shape[:3]), 2 * torch.rand(k.shape[:3])
+    g[:, 40], beta[:, 3] = -1e4, 0
+    k, start, dlast = k / k.norm(dim=-1, keepdim=True), *torch.randn(2, len(lengths), 2, 24, 40)
+    cases = [(lambda *x: delta.delta_chunk(*x, seq, 128), (q, k, v, g, beta, start))]
+    if G == 1:
+        cases.append((lambda *x: linear.linear_chunk(*x, seq, scale=0.3, chunk_size=32), (q, k, v, g, start)))
+    for case in cases:
+        want = run(torch.float64, False, *case, (do, dlast))
+        for got, exact in zip(run(torch.float32, True, *case, (do, dlast)), want):
+            assert (got - exact).norm() < 1e-5 * exact.norm()
 """
 NORM = """
 import torch
@@ -103,7 +137,14 @@ for shape, dtype, narrow, weighted in (
         limit = 1.6e-2 if got.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(got, grads.to(got.dtype), rtol=limit, atol=1e-4)
 """
-KERNELS = {"cross_entropy": CROSS_ENTROPY, "rotation": ROTATION, "swiglu": SWIGLU, "norm": NORM, "pairs": PAIRS}
+KERNELS = {
+    "cross_entropy": CROSS_ENTROPY,
+    "rotation": ROTATION,
+    "swiglu": SWIGLU,
+    "norm": NORM,
+    "pairs": PAIRS,
+    "rules": RULES,
+}
 
 
 @pytest.mark.parametrize("code", KERNELS.values(), ids=KERNELS)

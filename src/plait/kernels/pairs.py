@@ -1,6 +1,7 @@
 """Pair sums of chunked recurrences in bf16, of which nothing but the result goes to memory (mixers/chunked.py).
 
-Shapes: N = chunks * states, C tokens of a chunk, R = G * C rows of G queries (or one of keys), K key size.
+Shapes: N = chunks * states, C tokens of a chunk, R = G * C rows of G queries (or one of keys), K key size,
+V value size.
 """
 
 # Triton comes with torch where there are GPUs
@@ -43,18 +44,95 @@ def _scalar(
     t, s = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     pairs = tl.zeros((TILE, TILE), tl.float32)
     if j <= i:
-        for first in range(0, K, CHANNELS):
-            c = first + tl.arange(0, CHANNELS)[None, :]
-            rows = tl.load(x + (query * C + t[:, None]) * K + c, mask=c < K, other=0)
-            keys = tl.load(k + (n * C + s[:, None]) * K + c, mask=c < K, other=0)
-            pairs = tl.dot(rows, tl.trans(keys), pairs)
-        # Subtracted in fp64: a token of strong decay must not cost its neighbours their digits.
-        decay = (tl.load(b + n * C + t)[:, None] - tl.load(b + n * C + s)[None, :]).to(tl.float32)
-        decay = tl.exp2(tl.where(t[:, None] >= s[None, :], decay, float("-inf"))) * scale
+        pairs = _products(x, k, query * C + t, n * C + s, K, TILE, CHANNELS)
+        decay = _decays(b + n * C, t, s) * scale
         if TIMES:
             decay *= tl.load(times + n * C + t)[:, None]
         pairs *= decay
     tl.store(out + (query * C + t[:, None]) * C + s[None, :], pairs)
+
+
+@triton.jit
+def _products(x, y, t, s, K: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Rows t of x times rows s of y."""
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for first in range(0, K, CHANNELS):
+        c = first + tl.arange(0, CHANNELS)[None, :]
+        left = tl.load(x + t[:, None] * K + c, mask=c < K, other=0)
+        right = tl.load(y + s[:, None] * K + c, mask=c < K, other=0)
+        total = tl.dot(left, tl.trans(right), total)
+    return total
+
+
+@triton.jit
+def _decays(b, t, s):
+    """2^(b_t - b_s) for s <= t, else 0. Subtracted in fp64: a token of strong decay must not cost its neighbours their
+    digits."""
+    decay = (tl.load(b + t)[:, None] - tl.load(b + s)[None, :]).to(tl.float32)
+    return tl.exp2(tl.where(t[:, None] >= s[None, :], decay, float("-inf")))
+
+
+def scalar_pairs_back(
+    x_NRK: Tensor, k_NCK: Tensor, dy_NRV: Tensor, y_NCV: Tensor, b_NC: Tensor, scale: float,
+    times_NC1: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of P = scalar_pairs(x, k, b, scale), where P y has the gradient dy: (P, D the gradient of x k^T, both in x's
+    dtype, row sums and column sums [N, C, 1] of P dP).
+
+    With times the gradient of row t is times_t dy_t, and none of a token with itself. Then D and the column sums have
+    that factor, the row sums do not, and P is left out (empty).
+    """
+    (N, R, K), C, V = x_NRK.shape, k_NCK.shape[1], y_NCV.shape[2]
+    erases, tile = times_NC1 is not None, min(C, 64)
+    p_NRC = x_NRK.new_empty(0) if erases else x_NRK.new_empty(N, R, C)
+    d_NRC, sums = x_NRK.new_empty(N, R, C), b_NC.new_empty(N, R // C, 2, C // tile, C, 1, dtype=torch.float32)
+    steps = {f"{x}_STEP": min(triton.next_power_of_2(max(size, 16)), 128) for x, size in (("K", K), ("V", V))}
+    own = (x.contiguous() for x in (x_NRK, k_NCK, dy_NRV, y_NCV, b_NC, b_NC if times_NC1 is None else times_NC1))
+    with torch.cuda.device_of(x_NRK):
+        _scalar_back[(N * R // C * (C // tile) ** 2,)](
+            *own, p_NRC, d_NRC, sums, R // C, scale,
+            ERASES=erases, C=C, K=K, V=V, TILE=tile, **steps, num_warps=tile // 8,
+        )  # fmt: skip
+    rows_NC1, columns_NC1 = sums.sum((1, 3)).unbind(1)
+    return p_NRC, d_NRC, rows_NC1, columns_NC1
+
+
+@triton.jit
+def _scalar_back(
+    x, k, dy, y, b, times, p_out, d_out, sums, G, scale,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ERASES: tl.constexpr, TILE: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+):  # fmt: skip
+    """A program for each tile of a query's [C, C]."""
+    tiles = C // TILE
+    query = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    n, i, j = query // G, tl.program_id(0) // tiles % tiles, tl.program_id(0) % tiles
+    t, s = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+    p, d = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    rows, columns = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    if j <= i:
+        p = _products(x, k, query * C + t, n * C + s, K, TILE, K_STEP)
+        d = _products(dy, y, query * C + t, n * C + s, V, TILE, V_STEP)
+        decay = _decays(b + n * C, t, s) * scale
+        if ERASES:
+            decay = tl.where(t[:, None] > s[None, :], decay, 0)
+        p *= decay
+        moved = p * d
+        rows = tl.sum(moved, 1)
+        if ERASES:
+            gate = tl.load(times + n * C + t)[:, None]
+            moved *= gate
+            decay *= gate
+        columns = tl.sum(moved, 0)
+        d *= decay
+    at = (query * C + t[:, None]) * C + s[None, :]
+    tl.store(d_out + at, d)
+    if not ERASES:
+        tl.store(p_out + at, p)
+    # Each tile has its own places among the tiles' row sums of t and column sums of s.
+    sums += query * 2 * tiles * C
+    tl.store(sums + j * C + t, rows)
+    tl.store(sums + (tiles + i) * C + s, columns)
 
 
 def channel_pairs(

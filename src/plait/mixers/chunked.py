@@ -216,7 +216,7 @@ class ScalarDecay:
     def __init__(self, g_NC: Tensor, dtype: torch.dtype, scale: float, kernel: bool = False):
         # Sums over a chunk in fp64: a token of strong decay must not cost its neighbours their digits.
         sum_NC = (g_NC * LOG2_E).cumsum(-1)
-        self._sum_NC, self._dtype, self._scale, self._kernel = sum_NC, dtype, scale, kernel
+        self._sum_NC, self._dtype, self._scale, self.kernel = sum_NC, dtype, scale, kernel
         self._pair_NCC: Tensor | None = None
         self.enter_NCJ = exp2_(sum_NC[..., None].to(dtype, copy=True))
         self.leave_NCJ = exp2_((sum_NC[:, -1:] - sum_NC)[..., None].to(dtype))
@@ -244,7 +244,7 @@ class ScalarDecay:
         """P_NRC of each of `rows` [N, R, K], of the first in a dtype of its own; of the last times a number each row,
         [N, C, 1], if that is given."""
         dtypes = [first or self._dtype, *[self._dtype] * (len(rows) - 1)]
-        if self._kernel:
+        if self.kernel:
             from plait.kernels.pairs import scalar_pairs
 
             return _by_kernel(scalar_pairs, rows, dtypes, times, k_NCK, self._sum_NC, self._scale)
@@ -252,6 +252,15 @@ class ScalarDecay:
         if times is not None:
             mul_rows_(pairs[-1], times)
         return pairs
+
+    def pairs_and_back(
+        self, k_NCK: Tensor, x_NRK: Tensor, dy_NRV: Tensor, y_NCV: Tensor, times_NC1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Where there is the kernel, pairs(k, x) with what the gradient dy of P y gives: (P, D, rows, columns). D, the
+        gradient of x k^T, is for products_back; rows - columns is that of b. times: scalar_pairs_back."""
+        from plait.kernels.pairs import scalar_pairs_back
+
+        return scalar_pairs_back(x_NRK, k_NCK, dy_NRV, y_NCV, self._sum_NC, self._scale, times_NC1)
 
     def pairs_back(
         self,
@@ -264,18 +273,24 @@ class ScalarDecay:
         """Gradients of q, k and b [N, C, J]: `grads`, plus what comes through pairs(k, q) or pairs(k, q, k), of which
         keys with themselves (t = s) must have none. Overwrites pairs, dpairs and grads."""
         dq_NRK, dk_NCK, db_NC1 = grads
-        for x_NRK, p_NRC, dp_NRC, keys in zip((q_NRK, k_NCK), pairs, dpairs, (False, True), strict=False):
+        products = []
+        for p_NRC, dp_NRC in zip(pairs, dpairs, strict=True):
             # The gradient of b_t - b_s is that of P_ts times P_ts: row sums minus column sums. (q dq - k dk is the
             # same sum, but in bf16 what should cancel there has been rounded apart.)
             moved_NRC = p_NRC.mul_(dp_NRC)
             db_NC1 = db_NC1 + (sum_rows(moved_NRC.sum(-1), k_NCK.shape[1]) - moved_NRC.sum(1))[..., None]
-            d_NRC = use_rows(dp_NRC, self.pair_NCC, k_NCK.dtype)
-            dk_NCK = add_mm(dk_NCK, d_NRC.mT, x_NRK)
-            if keys:
-                dk_NCK = add_mm(dk_NCK, d_NRC, k_NCK)
-            else:
-                dq_NRK = add_mm(dq_NRK, d_NRC, k_NCK)
-        return dq_NRK, dk_NCK, db_NC1
+            products.append(use_rows(dp_NRC, self.pair_NCC, k_NCK.dtype))
+        return *self.products_back(k_NCK, q_NRK, products, dq_NRK, dk_NCK), db_NC1
+
+    @staticmethod
+    def products_back(
+        k_NCK: Tensor, q_NRK: Tensor, products: list[Tensor], dq_NRK: Tensor, dk_NCK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dq and dk, plus what comes through q k^T and k k^T, or the first alone, whose gradients are `products`."""
+        dq_NRK, dk_NCK = add_mm(dq_NRK, products[0], k_NCK), add_mm(dk_NCK, products[0].mT, q_NRK)
+        for d_NCC in products[1:]:
+            dk_NCK = add_mm(add_mm(dk_NCK, d_NCC.mT, k_NCK), d_NCC, k_NCK)
+        return dq_NRK, dk_NCK
 
 
 class ChannelDecay:

@@ -204,6 +204,10 @@ class _DeltaChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks)
             work = x.k_NCK.dtype
             do_NRV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
+            fused = []
+            if isinstance(x.decay, ScalarDecay) and x.decay.kernel:
+                mix_NRC, *fused = x.decay.pairs_and_back(x.k_NCK, x.q_NRK, do_NRV, u_NCV)
+                pairs = [mix_NRC]
             pairs = pairs or x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
 
@@ -215,7 +219,7 @@ class _DeltaChunk(torch.autograd.Function):
             dend_NKV = dend_NKV.to(work)
             dr_NCV = add_mm(dr_NCV, x_NCK, dend_NKV)
 
-            dq, dk, dg, dbeta = _grads(x, pairs, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
+            dq, dk, dg, dbeta = _grads(x, pairs, fused, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
             dbeta += (dr_NCV * x.v_NCV).sum(-1)
             dv = use_rows(dr_NCV, x.beta_NC1, inputs[2].dtype)
         grads = [
@@ -228,13 +232,14 @@ class _DeltaChunk(torch.autograd.Function):
 def _grads(
     x: _Chunked,
     pairs: list[Tensor],
+    fused: list[Tensor],
     start_NKV: Tensor,
     u_NCV: Tensor,
     do_NRV: Tensor,
     dr_NCV: Tensor,
     dend_NKV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V."""
+    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. fused: what came with the pairs of queries."""
     decay, C = x.decay, x.k_NCK.shape[1]
 
     # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
@@ -250,11 +255,18 @@ def _grads(
     dk_NCK.addcmul_(erase_NCK, x.beta_NC1, value=-1)
 
     # Between tokens of the chunk: dM = dO U^T and dA = -dR U^T, below the diagonal: above it the pairs are 0.
-    derase_NCC = mm(dr_NCV, u_NCV.mT)
-    derase_NCC.diagonal(dim1=1, dim2=2).zero_()
-    dbeta_NC -= (derase_NCC * pairs[1]).sum(-1) / x.scale
-    dpairs = [mm(do_NRV, u_NCV.mT), derase_NCC.mul_(x.beta_NC1 * (-1 / x.scale))]
-    dq_NRK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NRK, pairs, dpairs, (dq_NRK, dk_NCK, db_NCJ))
+    if isinstance(decay, ScalarDecay) and fused:
+        times_NC1 = x.beta_NC1 * (-1 / x.scale)
+        _, derase_NCC, rows_NC1, columns_NC1 = decay.pairs_and_back(x.k_NCK, x.k_NCK, dr_NCV, u_NCV, times_NC1)
+        dbeta_NC -= rows_NC1[..., 0] / x.scale
+        db_NCJ += fused[1] - fused[2] + rows_NC1 * times_NC1 - columns_NC1
+        dq_NRK, dk_NCK = decay.products_back(x.k_NCK, x.q_NRK, [fused[0], derase_NCC], dq_NRK, dk_NCK)
+    else:
+        derase_NCC = mm(dr_NCV, u_NCV.mT)
+        derase_NCC.diagonal(dim1=1, dim2=2).zero_()
+        dbeta_NC -= (derase_NCC * pairs[1]).sum(-1) / x.scale
+        dpairs = [mm(do_NRV, u_NCV.mT), derase_NCC.mul_(x.beta_NC1 * (-1 / x.scale))]
+        dq_NRK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NRK, pairs, dpairs, (dq_NRK, dk_NCK, db_NCJ))
 
     # g_t moves b of every token from t on, and what leaves the chunk from all before.
     dg_NCJ = sum_after(db_NCJ, leave_NCJ.sum(1, keepdim=True).add_(keep_N1J))

@@ -178,7 +178,11 @@ class _LinearChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks, ctx.scale)
             decay, work = x.decay, x.k_NCK.dtype
             do_NCV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            mix_NCC = saved[5] if len(saved) > 5 else decay.pairs(x.k_NCK, x.q_NCK)[0]
+            fused = None
+            if isinstance(decay, ScalarDecay) and decay.kernel:
+                mix_NCC, *fused = decay.pairs_and_back(x.k_NCK, x.q_NCK, do_NCV, x.v_NCV)
+            else:
+                mix_NCC = saved[5] if len(saved) > 5 else decay.pairs(x.k_NCK, x.q_NCK)[0]
             dw_NKV = mm(x.read().mT, do_NCV).mul_(x.scale)
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows, work)
@@ -189,8 +193,13 @@ class _LinearChunk(torch.autograd.Function):
             leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
             db_NCJ = decay.fold(x.q_NCK * dq_NCK) - leave_NCJ
             keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
-            dpairs = mm(do_NCV, x.v_NCV.mT)
-            dq_NCK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NCK, [mix_NCC], [dpairs], (dq_NCK, dk_NCK, db_NCJ))
+            if fused:
+                d_NCC, rows_NC1, columns_NC1 = fused
+                db_NCJ += rows_NC1 - columns_NC1
+                dq_NCK, dk_NCK = ScalarDecay.products_back(x.k_NCK, x.q_NCK, [d_NCC], dq_NCK, dk_NCK)
+            else:
+                dpairs, grads = mm(do_NCV, x.v_NCV.mT), (dq_NCK, dk_NCK, db_NCJ)
+                dq_NCK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NCK, [mix_NCC], [dpairs], grads)
             dg_NCJ = sum_after(db_NCJ, leave_NCJ.sum(1, keepdim=True).add_(keep_N1J))
             grads = (dq_NCK, dk_NCK, dv_NCV, dg_NCJ)
         grads = [
