@@ -461,12 +461,31 @@ def test_a_product_rounds_once() -> None:
 @every_rule
 @pytest.mark.parametrize("ragged", [False, True])
 def test_compiled(rule: Rule, ragged) -> None:
-    seq = packed([70, 0, 50]) if ragged else dense(1, 120)
-    inputs = rule.make_inputs(1, 120, 1, 2, 8, 8, strong=0.05, sequences=3 if ragged else 1)
+    B, seq = (1, packed([70, 0, 50])) if ragged else (2, dense(2, 120))
+    inputs = rule.make_inputs(B, 120, 2, 2, 8, 8, strong=0.05, sequences=3 if ragged else 2)
     chunk = rule.chunk(seq)
     torch.compiler.reset()
     compiled = gradients(torch.compile(chunk, fullgraph=True, dynamic=False), inputs)
     rule.assert_same(compiled, gradients(chunk, inputs))
+
+
+@pytest.mark.parametrize("of", [exp, lambda x, out=None: torch.exp(x, out=out)])
+def test_a_function_of_packed_rows_can_be_traced(of) -> None:
+    x, chunks = -torch.rand(2, 40, 3, 5), dense(2, 40).chunks(16)
+    torch.compiler.reset()
+    traced = torch.compile(lambda x: chunks.pack(x, of), backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(traced, chunks.pack(x, of))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_rule
+def test_compiled_cuda(rule: Rule) -> None:
+    inputs = [x.cuda() for x in to(rule.make_inputs(2, 300, 2, 2, 64, 64), torch.bfloat16)]
+    chunk = rule.chunk(Seq.build((2, 300), torch.device("cuda")))
+    torch.compiler.reset()
+    compiled = gradients(torch.compile(chunk, fullgraph=True, dynamic=False), inputs)
+    rule.assert_same(compiled, gradients(rule.naive, to(inputs, torch.float64)), torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -50,9 +50,11 @@ class Chunks:
                 x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, padding))
             x = x.unflatten(1, (-1, size))  # B, steps, C, H, *
             x = x.permute(1, 0, 3, 2, *range(4, x.ndim))
-            if of is not None:  # moved in the same pass
-                x = of(x, out=torch.empty_like(x, memory_format=torch.contiguous_format))
-            return x.flatten(0, 1)
+            if of is None:
+                return x.flatten(0, 1)
+            if torch.compiler.is_compiling():  # a trace loses the strides of `out`
+                return of(x.flatten(0, 1))
+            return of(x, out=torch.empty_like(x, memory_format=torch.contiguous_format)).flatten(0, 1)  # in one pass
         assert self._slot_N is not None
         slots = x.new_zeros(sum(self.counts) * size, *x.shape[2:])
         slots = slots.index_copy(0, self._slot_N, x[0])
