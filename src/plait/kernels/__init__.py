@@ -6,6 +6,7 @@ without Triton, and where torch.compile makes kernels of its own. Its modules im
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -15,4 +16,11 @@ TRITON = find_spec("triton") is not None
 
 
 def usable(x: Tensor) -> bool:
-    return x.is_cuda and TRITON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    wanted = x.is_cuda and TRITON and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+    return wanted and _multiplies_in_tf32(x.device)
+
+
+@cache
+def _multiplies_in_tf32(device: torch.device) -> bool:
+    """As NVIDIA's GPUs do from Ampere on; the kernels have not been run on others."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
