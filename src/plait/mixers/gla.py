@@ -42,10 +42,8 @@ class GatedLinearAttention(LinearRule):
         parts = self.convolve([self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)], state, seq, activate=False)
         q, k, v = (y.unflatten(-1, (self.config.num_heads, -1)) for y in parts)
         q, k = self.rotate(q, k, seq)
-        # log alpha = logsigmoid(16 z) / 16 in one pass over [B, T, H, K]: softplus is log(1 + exp(beta z)) / beta.
-        # And z is divided by 16 where it is small.
-        up = self.decay_up
-        z = F.linear(self.decay_down(x_BTD) / TEMPERATURE, up.weight, up.bias / TEMPERATURE)
+        z = self.decay_up(self.decay_down(x_BTD)) / TEMPERATURE
+        # log alpha = logsigmoid(16 z) / 16 in one pass over [B, T, H, K]: softplus is log(1 + exp(beta z)) / beta
         g = F.softplus(wide(z), beta=-TEMPERATURE, threshold=40).unflatten(-1, (self.config.num_heads, -1))
         inputs = self.tapped(seq, q=q, k=k, v=v, decay=g)
         o = self.recur(inputs, state, seq)
