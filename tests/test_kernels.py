@@ -84,8 +84,8 @@ for C, K, V, G, decay in ((16, 128, 5, 3, 0), (32, 64, 130, 1, 50), (64, 96, 64,
     same(channel_pairs(k, k, factor, 0.7, f32, times), pairs.float() * times, rtol=1e-5, atol=1e-5)
     for got, want in zip(whole_chunks(factor), (each.enter_NCJ, each.leave_NCJ)):
         same(got, want.float(), rtol=1e-5, atol=1e-7)
-    a = torch.randn(2, C, C) / 4
-    same(unit_inverse(a), torch.linalg.inv(a.double().tril(-1) + torch.eye(C)).float(), rtol=1e-4, atol=1e-4)
+    for a in (torch.randn(2, C, C) / 4, torch.randn(2, C, C).mT / 4):
+        same(unit_inverse(a), torch.linalg.inv(a.double().tril(-1) + torch.eye(C)).float(), rtol=1e-4, atol=1e-4)
     for a in (torch.randn(2, C, C), torch.randn(2, C, C).mT):
         same(square_mm(a, k, f32), a @ k, rtol=1e-5, atol=1e-4)
         for gate in (factor, times):
@@ -104,12 +104,13 @@ for G, lengths in ((1, [150, 150]), (2, [70, 0, 33])):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     seq = Seq.build((1, sum(lengths)), torch.device("cpu"), cu_seqlens=offsets)
     q, k, v, do = (torch.randn(1, sum(lengths), *shape) for shape in ((2 * G, 24), (2, 24), (2, 40), (2 * G, 40)))
-    g, beta = -torch.rand(k.shape[:3]), 2 * torch.rand(k.shape[:3])
-    g[:, 40], beta[:, 3] = -1e4, 0
+    g, each, beta = -torch.rand(k.shape[:3]), -torch.rand(k.shape), 2 * torch.rand(k.shape[:3])
+    g[:, 40], each[:, 40, :, ::3], beta[:, 3] = -1e4, -1e4, 0
     k, start, dlast = k / k.norm(dim=-1, keepdim=True), *torch.randn(2, len(lengths), 2, 24, 40)
-    cases = [(lambda *x: delta.delta_chunk(*x, seq, 128), (q, k, v, g, beta, start))]
+    cases = [(lambda *x: delta.delta_chunk(*x, seq, 128), (q, k, v, decay, beta, start)) for decay in (g, each)]
     if G == 1:
-        cases.append((lambda *x: linear.linear_chunk(*x, seq, scale=0.3, chunk_size=32), (q, k, v, g, start)))
+        linear_chunk = lambda *x: linear.linear_chunk(*x, seq, scale=0.3, chunk_size=32)
+        cases += [(linear_chunk, (q, k, v, decay, start)) for decay in (g, each)]
     for case in cases:
         want = run(torch.float64, False, *case, (do, dlast))
         for got, exact in zip(run(torch.float32, True, *case, (do, dlast)), want):
@@ -126,7 +127,7 @@ for shape, dtype, narrow, weighted in (
     ((2, 300, 32), torch.bfloat16, torch.float32, False),
 ):
     x = (3 * torch.randn(shape)).to(dtype).transpose(0, 1).requires_grad_()
-    weight = torch.randn(shape[-1], requires_grad=True) if weighted else None
+    weight = torch.randn(2 * shape[-1])[::2].requires_grad_() if weighted else None
     leaves = [x, weight] if weighted else [x]
     out = RmsNorm.apply(x, weight, 1e-3, narrow)
     grad = torch.randn(out.shape).to(narrow)

@@ -138,9 +138,8 @@ def test_heads_that_its_kernels_cannot_take():
     assert mixer.backend == "torch"
 
 
-def test_the_module_imports_neither_fla_nor_triton():
-    code = "import sys, torch.nn.attention.bias; before = set(sys.modules); import plait.mixers.fla; "
-    code += "assert not {'fla', 'triton'} & (set(sys.modules) - before)"  # torch imports triton itself, for the former
+def test_the_module_does_not_import_fla():
+    code = "import sys, plait.mixers.fla; assert 'fla' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 

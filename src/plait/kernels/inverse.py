@@ -3,7 +3,7 @@
     | A  . |-1     |     A^-1          .   |
     | B  D |    =  | -D^-1 B A^-1    D^-1  |
 
-Shapes: N matrices [C, C], C a power of two from 16 on.
+Shapes: N matrices [C, C], C a power of two from 16 to LARGEST.
 """
 
 # Triton comes with torch where there are GPUs
@@ -18,12 +18,15 @@ from torch import Tensor
 
 SMALL = 16
 """rows of the blocks that are inverted row by row"""
+LARGEST = 128
+"""rows, whose halves fit into the shared memory of every GPU"""
 
 
 def unit_inverse(a_NCC: Tensor) -> Tensor:
     """(I + A)^-1 in fp32, A being the strictly lower part of what is given."""
     N, C, _ = a_NCC.shape
-    a_NCC, out_NCC = a_NCC.contiguous(), torch.empty_like(a_NCC)
+    a_NCC = a_NCC.contiguous()
+    out_NCC = torch.empty_like(a_NCC)
     h = SMALL
     with torch.cuda.device_of(a_NCC):
         _small[(N * C // h,)](a_NCC, out_NCC, C=C, SIZE=h, num_warps=1)

@@ -23,7 +23,7 @@ TILES = 16
 class RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-        x = x.contiguous()
+        x, weight = x.contiguous(), None if weight is None else weight.contiguous()
         D = x.shape[-1]
         N = x.numel() // D
         out = torch.empty_like(x, dtype=dtype)
@@ -65,7 +65,7 @@ def _forward(x, weight, out, scale, N, eps, D: tl.constexpr, ROWS: tl.constexpr,
     s = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
     y = v * s[:, None]
     if weight is not None:
-        y *= tl.load(weight + d, mask=d < D).to(tl.float32)[None, :]
+        y *= tl.load(weight + d, mask=d < D, other=0).to(tl.float32)[None, :]
     tl.store(out + at, y, mask=own)
     tl.store(scale + n, s, mask=n < N)
 
@@ -86,7 +86,7 @@ def _backward(
         g = tl.load(grad + at, mask=own, other=0).to(tl.float32)
         if weight is not None:
             total += tl.sum(g * y, 0)
-            g *= tl.load(weight + d, mask=d < D).to(tl.float32)[None, :]
+            g *= tl.load(weight + d, mask=d < D, other=0).to(tl.float32)[None, :]
         tl.store(x_grad + at, (g - y * (tl.sum(g * y, 1) / D)[:, None]) * s, mask=own)
     if weight is not None:
         tl.store(sums + tl.program_id(0) * D + d, total, mask=d < D)

@@ -112,7 +112,9 @@ class _ScaleHeads(torch.autograd.Function):
 
 
 def scale_heads(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
-    """x times a number for each head, at least as wide: product, with gradients."""
+    """x times a number for each head, at least as wide, rounded once."""
+    if not x_BTHV.is_cuda:
+        return (x_BTHV * by_BTH[..., None]).to(x_BTHV.dtype)
     return _ScaleHeads.apply(x_BTHV, by_BTH)
 
 
@@ -297,7 +299,7 @@ class ChannelDecay:
     """One decay a key channel."""
 
     def __init__(self, factor_NCK: Tensor, scale: float, kernel: bool = False):
-        self.saves_pairs = not kernel
+        self.saves_pairs = not kernel  # a kernel makes them again for less than it costs to keep them
         self._kernel = kernel
         self.factor_NCK = factor_NCK
         self.scale = scale

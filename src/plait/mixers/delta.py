@@ -170,8 +170,8 @@ class _Chunked(NamedTuple):
 
 
 class _DeltaChunk(torch.autograd.Function):
-    """Saves its inputs, T, U, the state each chunk starts from and, with one decay a channel, M and A / beta;
-    recomputes the rest."""
+    """Saves its inputs, T, U, the state each chunk starts from and, with one decay a channel and no kernel for them, M
+    and A / beta; recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, state_BSKV, chunks):
@@ -276,9 +276,10 @@ def _grads(
 def _unit_inverse(a_NCC: Tensor, work: torch.dtype) -> Tensor:
     """(I + A)^-1 by substitution, A being the strictly lower part of what is given. work: of the operands."""
     if takes_kernel(work, a_NCC):
-        from plait.kernels.inverse import unit_inverse
+        from plait.kernels.inverse import LARGEST, unit_inverse
 
-        return unit_inverse(a_NCC)
+        if a_NCC.shape[-1] <= LARGEST:
+            return unit_inverse(a_NCC)
     eye_CC = torch.eye(a_NCC.shape[-1], dtype=a_NCC.dtype, device=a_NCC.device)
     inverse_NCC = torch.linalg.solve_triangular(a_NCC, eye_CC.expand_as(a_NCC), upper=False, unitriangular=True)
     return inverse_NCC if a_NCC.is_cuda else F.hardshrink(inverse_NCC, least(a_NCC.dtype))

@@ -33,7 +33,6 @@ from plait.mixers.chunked import (
     add_mm,
     chunk_length,
     decay_of_state,
-    drop_small_,
     make_decay,
     mm,
     mul_rows_,
@@ -152,7 +151,8 @@ class _Chunked(NamedTuple):
 
 
 class _LinearChunk(torch.autograd.Function):
-    """Saves its inputs, the state each chunk starts from and, with one decay a channel, M; recomputes the rest."""
+    """Saves its inputs, the state each chunk starts from and, with one decay a channel and no kernel for it, M;
+    recomputes the rest."""
 
     @staticmethod
     def forward(ctx, q_BTHK, k_BTHK, v_BTHV, g_BTH, state_BHKV, chunks, scale):
@@ -273,8 +273,8 @@ def _fade(state_EKV: Tensor, keep_LEJ1: Tensor, w_LEKV: Tensor, before_LEKV: Ten
         for here, there in pairwise(steps):
             torch.mul(lasts[:, here], keep[:, here], out=lasts[:, there])
         whole, starts = lasts[:, steps[-1]] * keep[:, steps[-1]], torch.empty_like(total)
-        _fade(state_EKV, drop_small_(whole), total, starts, order)
-        torch.addcmul(wide, drop_small_(lasts), starts[:, None], out=before)
+        _fade(state_EKV, whole, total, starts, order)
+        torch.addcmul(wide, lasts, starts[:, None], out=before)
 
 
 def _group(w_LEKV: Tensor) -> int:

@@ -38,8 +38,8 @@ class Norm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """x / rms(x) * weight over the last dimension, in x's dtype or the one given."""
-    dtype, row = dtype or x.dtype, weight is None or weight.ndim == 1
+    """x / rms(x) * weight over the last dimension, in x's dtype or the one given. Differentiable once on CUDA."""
+    dtype, row = dtype or x.dtype, weight is None or weight.shape == x.shape[-1:]
     if row and torch.is_grad_enabled() and usable(x) and x.shape[-1] <= LARGEST:
         from plait.kernels.norm import RmsNorm
 

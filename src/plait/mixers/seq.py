@@ -41,7 +41,7 @@ class Chunks:
     """slot (chunk * C + place) of every token, ragged only"""
 
     def pack(self, x: Tensor, of: Callable[..., Tensor] | None = None) -> Tensor:
-        """x_BTH* -> x_MHC*, zero where a chunk holds no token; or a function of that, of(x, out=...)."""
+        """x_BTH* -> x_MHC*, zero where a chunk holds no token; or a function of that, of(x, out=None)."""
         size = self.size
         if self._dense is not None:
             B, T = self._dense
