@@ -14,7 +14,7 @@ from mixers.rules import RULES, Rule, by_sequence, gradients, make_decays, to
 from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
-from plait.mixers import chunked
+from plait.mixers import chunked, linear
 from plait.mixers.attention import attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
 from plait.mixers.norm import Norm
@@ -296,6 +296,23 @@ def test_inverses_of_the_precision_of_fp32(C):
     assert error(got, want) < 1e-5 and not got.triu(1).any()
 
 
+@pytest.mark.parametrize("scan", [linear.fade, linear.fade_back], ids=["forth", "back"])
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(96, 40), (128, 128), (5, 300)])
+@pytest.mark.parametrize("rows", [[8], [16] * 3, [3] * 70, [40] * 70 + [7] * 2 + [1]], ids=lambda rows: str(len(rows)))
+def test_kernel_of_the_scan_of_linear_attention(rows, K, V, channels, scan, monkeypatch):
+    """As the formula in float64, in one launch for steps of the same states."""
+    rng, N, E = torch.Generator().manual_seed(0), sum(rows), rows[0] + 1
+    first, w = (torch.randn(n, K, V, generator=rng).cuda() for n in (E, N))
+    keep = (torch.rand(N, 2, K if channels else 1, generator=rng) ** 0.1).cuda()[:, -1, :, None]
+    want = scan(first.double(), keep.double(), w.double(), rows, torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        for got, exact in zip(scan(first, keep, w, rows, dtype), want, strict=True):
+            assert error(got, exact) < (1e-6 if got.dtype == torch.float32 else 3e-3)
+    monkeypatch.setattr(linear, "_fade_steps", None)  # nothing goes step by step
+    scan(first, keep, w, rows, torch.bfloat16)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("lengths", [None, [300, 0, 17, 129], [40, 0]])
 @pytest.mark.parametrize(("G", "K", "strong"), [(1, 128, 0.0), (3, 96, 0.01)])
@@ -309,5 +326,6 @@ def test_chunks_in_bf16(rule: Rule, lengths, G, K, strong, monkeypatch):
     naive = rule.naive if lengths is None else by_sequence(rule, lengths)
     exact = gradients(naive, to(inputs, torch.float64))
     rule.assert_same(gradients(rule.chunk(seq, None), inputs), exact, torch.bfloat16)
-    monkeypatch.setattr(chunked, "usable", lambda x: False)
+    for module in (chunked, linear):
+        monkeypatch.setattr(module, "usable", lambda x: False)
     rule.assert_same(gradients(rule.chunk(seq, None), inputs), exact, torch.bfloat16)

@@ -8,6 +8,11 @@ import sys
 
 import pytest
 
+NUMBERS = """
+from triton.runtime import interpreter
+wrapped = interpreter._implicit_cvt  # makes arrays of one of them, which NumPy 2.4 does not take as the end of a loop
+interpreter._implicit_cvt = lambda x: x if isinstance(x, int) else wrapped(x)
+"""
 CROSS_ENTROPY = """
 import torch
 from plait.cross_entropy import _slice
@@ -96,7 +101,7 @@ import torch
 from plait.mixers import delta, linear
 from plait.mixers.seq import Seq
 def run(dtype, kernel, f, inputs, grads):
-    delta.takes_kernel = linear.takes_kernel = lambda *_: kernel
+    delta.takes_kernel = linear.takes_kernel = linear.usable = lambda *_: kernel
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     out = f(*leaves)
     return *out, *torch.autograd.grad(out, leaves, [x.to(dtype) for x in grads])
@@ -115,6 +120,28 @@ for G, lengths in ((1, [150, 150]), (2, [70, 0, 33])):
         want = run(torch.float64, False, *case, (do, dlast))
         for got, exact in zip(run(torch.float32, True, *case, (do, dlast)), want):
             assert (got - exact).norm() < 1e-5 * exact.norm()
+"""
+FADE = """
+import torch
+from plait.mixers import linear
+for (K, V), rows, dtype in (
+    ((96, 40), [2] * 70, torch.float32),
+    ((128, 128), [1] * 3, torch.bfloat16),
+    ((5, 300), [3, 3, 2, 1, 1], torch.float32),
+    ((200, 3), [2], torch.bfloat16),
+):
+    for J in (1, K):
+        N, E = sum(rows), rows[0] + 1
+        first, w = torch.randn(E, V, K).mT, torch.randn(N, V, K).mT  # transposed, as a user's state may be
+        keep = torch.rand(N, 7, J)[:, -1, :, None] ** 0.1
+        for f in (linear.fade, linear.fade_back):
+            linear.usable = lambda x: False
+            want = f(first.double(), keep.double(), w.double(), rows, torch.float64)
+            linear.usable = lambda x: True
+            for got, exact in zip(f(first, keep, w, rows, dtype), want):
+                assert got.is_contiguous()
+                limit = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
+                torch.testing.assert_close(got, exact.to(got.dtype), atol=1e-5, rtol=limit)
 """
 NORM = """
 import torch
@@ -145,6 +172,7 @@ KERNELS = {
     "norm": NORM,
     "pairs": PAIRS,
     "rules": RULES,
+    "fade": FADE,
 }
 
 
@@ -152,5 +180,5 @@ KERNELS = {
 def test_by_the_interpreter(code):
     pytest.importorskip("triton")
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", NUMBERS + code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

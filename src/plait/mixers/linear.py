@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.kernels import usable
 from plait.mixers.chunked import (
     ChannelDecay,
     ScalarDecay,
@@ -218,8 +219,8 @@ def fade(
 
     rows: how many states take part in each step, falling; they are the first ones. One opaque operator, as delta.scan.
     """
-    states = torch.empty_like(w_NKV, dtype=dtype)
-    state = first_EKV.clone()
+    states = w_NKV.new_empty(w_NKV.shape, dtype=dtype)
+    state = first_EKV.clone(memory_format=torch.contiguous_format)
     for going, (keep, w, before) in _runs(state, rows, keep_NJ1, w_NKV, states):
         _fade(going, keep, w, before, 1)
     return states, state
@@ -231,15 +232,15 @@ def fade_back(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of fade: dS <- keep dS + dW against the steps. Gives that of first [E, K, V] and, rounded to the
     dtype, of every chunk's outgoing state [N, K, V]."""
-    grads = torch.empty_like(dw_NKV, dtype=dtype)
-    grad = dlast_EKV.clone()
+    grads = dw_NKV.new_empty(dw_NKV.shape, dtype=dtype)
+    grad = dlast_EKV.clone(memory_format=torch.contiguous_format)
     for going, (keep, dw, after) in reversed(_runs(grad, rows, keep_NJ1, dw_NKV, grads)):
         _fade(going, keep, dw, after, -1)
     return grad, grads
 
 
 LONG = 64
-"""steps from which on a scan on a GPU goes by groups"""
+"""steps from which on a scan on a GPU goes by groups, where it has no kernel"""
 
 
 def _runs(state_EKV: Tensor, rows: list[int], *steps: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
@@ -252,9 +253,14 @@ def _runs(state_EKV: Tensor, rows: list[int], *steps: Tensor) -> list[tuple[Tens
 def _fade(state_EKV: Tensor, keep_LEJ1: Tensor, w_LEKV: Tensor, before_LEKV: Tensor, order: int) -> None:
     """S <- keep S + W in place over L steps, or with order -1 against them, noting what S was before each.
 
-    Many steps of little work wait for their launches. They go in groups: side by side from zero, then S from group to
-    group, and what a group began with is added to its steps as far as it lasts.
+    One kernel on a GPU. Without it many steps of little work wait for their launches. They go in groups: side by side
+    from zero, then S from group to group, and what a group began with is added to its steps as far as it lasts.
     """
+    if usable(w_LEKV):
+        from plait.kernels.fade import fade_
+
+        fade_(state_EKV, keep_LEJ1, w_LEKV, before_LEKV, order)
+        return
     L = len(w_LEKV)
     size = _group(w_LEKV)
     grouped = L - L % size if size > 1 else 0
@@ -293,11 +299,11 @@ def _fade_steps(
 
 @fade.register_fake
 def _(first_EKV: Tensor, keep_NJ1: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(w_NKV, dtype=dtype), torch.empty_like(first_EKV)
+    return w_NKV.new_empty(w_NKV.shape, dtype=dtype), first_EKV.new_empty(first_EKV.shape)
 
 
 @fade_back.register_fake
 def _(
     dlast_EKV: Tensor, keep_NJ1: Tensor, dw_NKV: Tensor, rows: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dlast_EKV), torch.empty_like(dw_NKV, dtype=dtype)
+    return dlast_EKV.new_empty(dlast_EKV.shape), dw_NKV.new_empty(dw_NKV.shape, dtype=dtype)
