@@ -61,6 +61,7 @@ PAIRS = """
 import torch
 from plait.kernels.inverse import unit_inverse
 from plait.kernels.pairs import channel_pairs, scalar_pairs, scalar_pairs_back, whole_chunks
+from plait.kernels.pairs import scalar_reads, scalar_reads_back
 from plait.kernels.products import square_mm
 from plait.mixers.chunked import LOG2_E, ChannelDecay, ScalarDecay
 f32 = torch.float32
@@ -75,15 +76,21 @@ for C, K, V, G, decay in ((16, 128, 5, 3, 0), (32, 64, 130, 1, 50), (64, 96, 64,
     same(scalar_pairs(q, k, b, 0.7, torch.bfloat16), mix.bfloat16(), rtol=2**-7, atol=1e-5)
     same(scalar_pairs(k, k, b, 0.7, f32, times), erase.float(), rtol=1e-5, atol=1e-5)
     y, dy = torch.randn(2, C, V), torch.randn(2, G * C, V)
-    for x, dy, gate in ((q, dy, None), (k, dy[:, :C], times)):
-        p, d, *sums = scalar_pairs_back(x, k, dy, y, b, 0.7, gate)
-        dp = (dy.double() @ y.double().mT).unflatten(1, (-1, C))
+    for x, grad, gate in ((q, dy, None), (k, dy[:, :C], times)):
+        d, *sums = scalar_pairs_back(x, k, grad, y, b, 0.7, gate)
+        dp = (grad.double() @ y.double().mT).unflatten(1, (-1, C))
         dp = dp if gate is None else dp.tril(-1)
         own, gate = one.pairs(k.double(), x.double())[0].unflatten(1, (-1, C)), 1 if gate is None else gate[:, None]
         want = dp * gate * one.pair_NCC[:, None], (own * dp).sum((1, 3)), (own * dp * gate).sum((1, 2))
         for got, exact in zip((d, *sums), want):
             same(got, exact.float().view_as(got), rtol=1e-5, atol=1e-3)
-        same(p, mix.float() if x is q else p[:0], rtol=1e-5, atol=1e-5)
+    s = torch.randn(2, K, V)
+    entered = one.enter_NCJ * (q.double().unflatten(1, (-1, C)) @ s.double()[:, None]).transpose(0, 1)
+    want = 0.7 * entered.transpose(0, 1).flatten(1, 2) + mix @ y.double()
+    same(scalar_reads(q, k, y, s, b, 0.7), want.float(), rtol=1e-5, atol=1e-3)
+    for state in (None, s):
+        want = mix.mT @ dy.double() + (0 if state is None else one.leave_NCJ * (k @ s).double())
+        same(scalar_reads_back(q, k, dy, b, 0.7, f32, state), want.float(), rtol=1e-5, atol=1e-3)
     for x, pairs in zip((q, k), each.pairs(k.double(), q.double(), k.double())):
         same(channel_pairs(x, k, factor, 0.7, f32), pairs.float(), rtol=1e-5, atol=1e-5)
     same(channel_pairs(k, k, factor, 0.7, f32, times), pairs.float() * times, rtol=1e-5, atol=1e-5)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -255,11 +256,27 @@ class ScalarDecay:
             mul_rows_(pairs[-1], times)
         return pairs
 
-    def pairs_and_back(
+    # Where there is the kernel:
+
+    def read(self, x_NRK: Tensor, k_NCK: Tensor, y_NCV: Tensor, state_NKV: Tensor) -> Tensor:
+        """What rows x read: Q' S + P y of P = pairs(k, x), in x's dtype."""
+        from plait.kernels.pairs import scalar_reads
+
+        return scalar_reads(x_NRK, k_NCK, y_NCV, state_NKV, self._sum_NC, self._scale)
+
+    def read_back(
+        self, x_NRK: Tensor, k_NCK: Tensor, dy_NRV: Tensor, dtype: torch.dtype, dstate_NKV: Tensor | None = None
+    ) -> Tensor:
+        """P^T dy; with the gradient of the state that leaves the chunk, K' dS besides."""
+        from plait.kernels.pairs import scalar_reads_back
+
+        return scalar_reads_back(x_NRK, k_NCK, dy_NRV, self._sum_NC, self._scale, dtype, dstate_NKV)
+
+    def products_of_pairs(
         self, k_NCK: Tensor, x_NRK: Tensor, dy_NRV: Tensor, y_NCV: Tensor, times_NC1: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Where there is the kernel, pairs(k, x) with what the gradient dy of P y gives: (P, D, rows, columns). D, the
-        gradient of x k^T, is for products_back; rows - columns is that of b. times: scalar_pairs_back."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the gradient dy of P y gives: (D, rows, columns). D, the gradient of x k^T, is for products_back;
+        rows - columns is that of b. times: scalar_pairs_back."""
         from plait.kernels.pairs import scalar_pairs_back
 
         return scalar_pairs_back(x_NRK, k_NCK, dy_NRV, y_NCV, self._sum_NC, self._scale, times_NC1)
@@ -293,6 +310,11 @@ class ScalarDecay:
         for d_NCC in products[1:]:
             dk_NCK = add_mm(add_mm(dk_NCK, d_NCC.mT, k_NCK), d_NCC, k_NCK)
         return dq_NRK, dk_NCK
+
+
+def has_kernel(decay: ScalarDecay | ChannelDecay) -> TypeGuard[ScalarDecay]:
+    """Whether read, read_back and products_of_pairs are there."""
+    return isinstance(decay, ScalarDecay) and decay.kernel
 
 
 class ChannelDecay:

@@ -35,6 +35,7 @@ from plait.mixers.chunked import (
     add_mm,
     chunk_length,
     decay_of_state,
+    has_kernel,
     least,
     make_decay,
     mm,
@@ -180,7 +181,8 @@ class _DeltaChunk(torch.autograd.Function):
             work = x.k_NCK.dtype
             beta_NC1, saves = x.beta_NC1 / x.scale, x.decay.saves_pairs
             times = None if saves else beta_NC1
-            mix_NRC, erase_NCC = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK, first=work, times=times)
+            queries = [] if has_kernel(x.decay) else [x.q_NRK]
+            *mix, erase_NCC = x.decay.pairs(x.k_NCK, *queries, x.k_NCK, first=work if queries else None, times=times)
             inverse_NCC = _unit_inverse(erase_NCC * beta_NC1 if saves else erase_NCC, work)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = product(x.v_NCV, x.beta_NC1, work)
@@ -188,9 +190,12 @@ class _DeltaChunk(torch.autograd.Function):
             first_EKV = chunks.sort(state_BSKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows, work)
             u_NCV = _solved(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV), work)
-            o_NRV = add_mm(torch.bmm(mix_NRC, u_NCV), x.read(), start_NKV, x.scale)
+            if has_kernel(x.decay):
+                o_NRV = x.decay.read(x.q_NRK, x.k_NCK, u_NCV, start_NKV)
+            else:
+                o_NRV = add_mm(torch.bmm(mix[0], u_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks = chunks
-        pairs = (mix_NRC, erase_NCC) if saves else ()
+        pairs = (*mix, erase_NCC) if saves else ()
         ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV, *pairs)
         last_BSKV = chunks.unsort(last_EKV.view(state_BSKV.shape))
         return unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
@@ -204,22 +209,22 @@ class _DeltaChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks)
             work = x.k_NCK.dtype
             do_NRV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            fused = []
-            if isinstance(x.decay, ScalarDecay) and x.decay.kernel:
-                mix_NRC, *fused = x.decay.pairs_and_back(x.k_NCK, x.q_NRK, do_NRV, u_NCV)
-                pairs = [mix_NRC]
-            pairs = pairs or x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
+            if has_kernel(x.decay):
+                du_NCV = x.decay.read_back(x.q_NRK, x.k_NCK, do_NRV, inverse_NCC.dtype)
+            else:
+                pairs = pairs or x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
+                du_NCV = mm(pairs[0].to(work).mT, do_NRV)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
 
             # dR from the outputs of the chunk, then dS across the chunks, then the rest of dR.
-            dr_NCV = torch.bmm(inverse_NCC.mT, mm(pairs[0].to(work).mT, do_NRV))
+            dr_NCV = torch.bmm(inverse_NCC.mT, du_NCV)
             dw_NKV = add_mm(mm(old_NCK.mT, dr_NCV.to(work)), x.read().mT, do_NRV, x.scale)
             dlast_EKV = chunks.sort(dlast_BSKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = scan_back(dlast_EKV, p_NKK, dw_NKV, x.rows)
             dend_NKV = dend_NKV.to(work)
             dr_NCV = add_mm(dr_NCV, x_NCK, dend_NKV)
 
-            dq, dk, dg, dbeta = _grads(x, pairs, fused, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
+            dq, dk, dg, dbeta = _grads(x, pairs, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
             dbeta += (dr_NCV * x.v_NCV).sum(-1)
             dv = use_rows(dr_NCV, x.beta_NC1, inputs[2].dtype)
         grads = [
@@ -232,14 +237,13 @@ class _DeltaChunk(torch.autograd.Function):
 def _grads(
     x: _Chunked,
     pairs: list[Tensor],
-    fused: list[Tensor],
     start_NKV: Tensor,
     u_NCV: Tensor,
     do_NRV: Tensor,
     dr_NCV: Tensor,
     dend_NKV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. fused: what came with the pairs of queries."""
+    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. pairs: none where a kernel makes them."""
     decay, C = x.decay, x.k_NCK.shape[1]
 
     # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
@@ -255,12 +259,14 @@ def _grads(
     dk_NCK.addcmul_(erase_NCK, x.beta_NC1, value=-1)
 
     # Between tokens of the chunk: dM = dO U^T and dA = -dR U^T, below the diagonal: above it the pairs are 0.
-    if isinstance(decay, ScalarDecay) and fused:
+    if has_kernel(decay):
         times_NC1 = x.beta_NC1 * (-1 / x.scale)
-        _, derase_NCC, rows_NC1, columns_NC1 = decay.pairs_and_back(x.k_NCK, x.k_NCK, dr_NCV, u_NCV, times_NC1)
+        dmix_NRC, rows_NC1, columns_NC1 = decay.products_of_pairs(x.k_NCK, x.q_NRK, do_NRV, u_NCV)
+        db_NCJ += rows_NC1 - columns_NC1
+        derase_NCC, rows_NC1, columns_NC1 = decay.products_of_pairs(x.k_NCK, x.k_NCK, dr_NCV, u_NCV, times_NC1)
+        db_NCJ += rows_NC1 * times_NC1 - columns_NC1
         dbeta_NC -= rows_NC1[..., 0] / x.scale
-        db_NCJ += fused[1] - fused[2] + rows_NC1 * times_NC1 - columns_NC1
-        dq_NRK, dk_NCK = decay.products_back(x.k_NCK, x.q_NRK, [fused[0], derase_NCC], dq_NRK, dk_NCK)
+        dq_NRK, dk_NCK = decay.products_back(x.k_NCK, x.q_NRK, [dmix_NRC, derase_NCC], dq_NRK, dk_NCK)
     else:
         derase_NCC = mm(dr_NCV, u_NCV.mT)
         derase_NCC.diagonal(dim1=1, dim2=2).zero_()

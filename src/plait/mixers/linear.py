@@ -34,6 +34,7 @@ from plait.mixers.chunked import (
     add_mm,
     chunk_length,
     decay_of_state,
+    has_kernel,
     make_decay,
     mm,
     mul_rows_,
@@ -160,13 +161,16 @@ class _LinearChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTHK, v_BTHV, g_BTH, chunks, scale)
             work = x.k_NCK.dtype
-            (mix_NCC,) = x.decay.pairs(x.k_NCK, x.q_NCK, first=work)
+            pairs = [] if has_kernel(x.decay) else x.decay.pairs(x.k_NCK, x.q_NCK, first=work)
             w_NKV = mm(x.write().mT, x.v_NCV)
             first_EKV = chunks.sort(state_BHKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = fade(first_EKV, x.keep_NJ1, w_NKV, x.rows, work)
-            o_NCV = add_mm(torch.bmm(mix_NCC, x.v_NCV), x.read(), start_NKV, x.scale)
+            if has_kernel(x.decay):
+                o_NCV = x.decay.read(x.q_NCK, x.k_NCK, x.v_NCV, start_NKV)
+            else:
+                o_NCV = add_mm(torch.bmm(pairs[0], x.v_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks, ctx.scale = chunks, scale
-        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHV, g_BTH, start_NKV, *([mix_NCC] if x.decay.saves_pairs else []))
+        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHV, g_BTH, start_NKV, *(pairs if x.decay.saves_pairs else []))
         last_BHKV = chunks.unsort(last_EKV.view(state_BHKV.shape))
         return unpack(o_NCV, q_BTHK.shape[2], v_BTHV.dtype, chunks), last_BHKV
 
@@ -179,26 +183,23 @@ class _LinearChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks, ctx.scale)
             decay, work = x.decay, x.k_NCK.dtype
             do_NCV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            fused = None
-            if isinstance(decay, ScalarDecay) and decay.kernel:
-                mix_NCC, *fused = decay.pairs_and_back(x.k_NCK, x.q_NCK, do_NCV, x.v_NCV)
-            else:
-                mix_NCC = saved[5] if len(saved) > 5 else decay.pairs(x.k_NCK, x.q_NCK)[0]
             dw_NKV = mm(x.read().mT, do_NCV).mul_(x.scale)
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows, work)
-            dv_NCV = add_mm(mm(x.write(), dend_NKV), mix_NCC.to(work).mT, do_NCV)
 
             dq_NCK = mul_rows_(mm(do_NCV, start_NKV.mT), decay.enter_NCJ, x.scale)
             dk_NCK = mm(x.v_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
             leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
             db_NCJ = decay.fold(x.q_NCK * dq_NCK) - leave_NCJ
             keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
-            if fused:
-                d_NCC, rows_NC1, columns_NC1 = fused
+            if has_kernel(decay):
+                dv_NCV = decay.read_back(x.q_NCK, x.k_NCK, do_NCV, work, dend_NKV)
+                d_NCC, rows_NC1, columns_NC1 = decay.products_of_pairs(x.k_NCK, x.q_NCK, do_NCV, x.v_NCV)
                 db_NCJ += rows_NC1 - columns_NC1
                 dq_NCK, dk_NCK = ScalarDecay.products_back(x.k_NCK, x.q_NCK, [d_NCC], dq_NCK, dk_NCK)
             else:
+                mix_NCC = saved[5] if len(saved) > 5 else decay.pairs(x.k_NCK, x.q_NCK)[0]
+                dv_NCV = add_mm(mm(x.write(), dend_NKV), mix_NCC.to(work).mT, do_NCV)
                 dpairs, grads = mm(do_NCV, x.v_NCV.mT), (dq_NCK, dk_NCK, db_NCJ)
                 dq_NCK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NCK, [mix_NCC], [dpairs], grads)
             dg_NCJ = sum_after(db_NCJ, leave_NCJ.sum(1, keepdim=True).add_(keep_N1J))
