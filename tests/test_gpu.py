@@ -250,40 +250,44 @@ def test_kernels_of_pair_sums(C, G, K, strong, channels):
         assert error(got, want) < bound
 
 
-@pytest.mark.parametrize("erases", [False, True])
-@pytest.mark.parametrize(("C", "G", "K", "V"), [(16, 3, 64, 5), (32, 1, 5, 256), (128, 2, 96, 128), (256, 1, 256, 64)])
-def test_kernel_of_pair_sums_backwards(C, G, K, V, erases):
-    """In bf16, beside the formulas in float64: gradients of products, sums of rows and of columns."""
-    rng, G = torch.Generator().manual_seed(0), 1 if erases else G
-    shapes = ((n * C, size) for n, size in ((1, K), (G, K), (G, V), (1, V)))
-    k, x, dy, y = (torch.randn(5, *shape, generator=rng).bfloat16().cuda() for shape in shapes)
+@pytest.mark.parametrize(("C", "K", "V"), [(16, 64, 5), (32, 5, 256), (128, 96, 128), (256, 256, 64)])
+def test_kernel_of_erasing_pairs_backwards(C, K, V):
+    """In bf16, beside the formula in float64."""
+    rng = torch.Generator().manual_seed(0)
+    k, dy, y = (torch.randn(5, C, size, generator=rng).bfloat16().cuda() for size in (K, V, V))
     g, times = make_decays((5, C), 0.2, 0.02, rng).cuda(), torch.rand(5, C, 1, generator=rng).cuda()
-    got = ScalarDecay(g, torch.float32, 0.7, True).products_of_pairs(k, x, dy, y, times if erases else None)
-    decay = ScalarDecay(g, torch.float64, 0.7)
-    (p,), dp = decay.pairs(k.double(), x.double()), dy.double() @ y.double().mT
-    dp = dp.tril(-1) if erases else dp
-    gate = times.double() if erases else 1.0
-    d, moved = dp * gate * decay.pair_NCC.repeat(1, G, 1), p * dp
-    rows, columns = moved.sum(-1).unflatten(1, (G, C)).sum(1), (moved * gate).sum(1)
-    for mine, exact, bound in zip(got, (d, rows[..., None], columns[..., None]), (4e-3, 1e-5, 1e-5), strict=True):
+    got = ScalarDecay(g, torch.float32, 0.7, True).erase_grads(k, dy, y, times)
+    decay, gate = ScalarDecay(g, torch.float64, 1.0), times.double()
+    d = (dy.double() @ y.double().mT).tril(-1) * decay.pair_NCC
+    moved = d * (k.double() @ k.double().mT)
+    want = d * gate, moved.sum(-1, keepdim=True), (moved * gate).sum(1)[..., None]
+    for mine, exact, bound in zip(got, want, (4e-3, 1e-5, 1e-5), strict=True):
         assert error(mine, exact) < bound
 
 
 @pytest.mark.parametrize(("C", "G", "K", "V"), [(16, 3, 64, 5), (32, 1, 5, 256), (128, 2, 96, 128), (256, 1, 256, 64)])
 def test_kernel_of_what_is_read_from_a_chunk(C, G, K, V):
-    """In bf16, beside the formula in float64, both ways; pairs are rounded in between."""
+    """In bf16, beside the formula in float64 and its gradients; pairs are rounded in between."""
     rng = torch.Generator().manual_seed(0)
-    shapes = ((C, K), (G * C, K), (G * C, V), (C, V), (K, V))
-    k, x, dy, y, state = (torch.randn(5, *shape, generator=rng).bfloat16().cuda() for shape in shapes)
+    shapes = ((G * C, K), (C, K), (C, V), (K, V), (G * C, V), (K, V))
+    x, k, y, state, do, dstate = (torch.randn(5, *shape, generator=rng).bfloat16().cuda() for shape in shapes)
     g = make_decays((5, C), 0.2, 0.02, rng).cuda()
-    decay, exact = ScalarDecay(g, torch.float32, 0.7, True), ScalarDecay(g, torch.float64, 0.7)
-    (p,), s = exact.pairs(k.double(), x.double()), state.double()
-    want = 0.7 * exact.enter_NCJ.repeat(1, G, 1) * (x.double() @ s) + p @ y.double()
-    assert error(decay.read(x, k, y, state), want) < 5e-3
-    want = p.mT @ dy.double()
-    assert error(decay.read_back(x, k, dy, torch.float32), want) < 4e-3
-    want += exact.leave_NCJ * (k.double() @ s)
-    assert error(decay.read_back(x, k, dy, torch.bfloat16, state), want) < 5e-3
+    decay, b = ScalarDecay(g, torch.float32, 0.7, True), g.double().cumsum(1).requires_grad_()
+    leaves = [z.double().requires_grad_() for z in (x, k, y)]
+    past = torch.ones(C, C, device="cuda").tril().bool()
+    p = 0.7 * (leaves[0] @ leaves[1].mT) * (b[:, :, None] - b[:, None]).where(past, -torch.inf).exp().repeat(1, G, 1)
+    o = 0.7 * b.exp()[..., None].repeat(1, G, 1) * (leaves[0] @ state.double()) + p @ leaves[2]
+    leave = (b.detach()[:, -1:] - b).exp()[..., None]
+    w = (leave * leaves[1]).mT @ leaves[2]
+    dx, dk, dy, db = torch.autograd.grad((o, w), (*leaves, b), (do.double(), dstate.double()))
+    moved = leaves[1] * (leave * (leaves[2] @ dstate.double().mT))
+    assert error(decay.read(x, k, y, state), o) < 5e-3
+    assert error(decay.read_back(x, k, do, torch.bfloat16, dstate), dy) < 5e-3
+    assert error(decay.read_back(x, k, do, torch.float32), p.mT @ do.double()) < 4e-3
+    got = decay.read_grads(x, k, y, do, state, dstate, torch.float32)
+    want = dx, dk, db[..., None], moved.sum(-1, keepdim=True)
+    for mine, exact, bound in zip(got, want, (5e-3, 4e-3, 4e-3, 1e-5), strict=True):
+        assert error(mine, exact) < bound
 
 
 @pytest.mark.parametrize(("C", "X"), [(16, 5), (64, 200), (128, 128)])

@@ -60,8 +60,9 @@ for dtype in (torch.float32, torch.bfloat16):
 PAIRS = """
 import torch
 from plait.kernels.inverse import unit_inverse
-from plait.kernels.pairs import channel_pairs, scalar_pairs, scalar_pairs_back, whole_chunks
-from plait.kernels.pairs import scalar_reads, scalar_reads_back
+from plait.kernels.pairs import (
+    channel_pairs, erasing_pairs_back, scalar_pairs, scalar_reads, scalar_reads_back, whole_chunks
+)
 from plait.kernels.products import square_mm
 from plait.mixers.chunked import LOG2_E, ChannelDecay, ScalarDecay
 f32 = torch.float32
@@ -75,22 +76,30 @@ for C, K, V, G, decay in ((16, 128, 5, 3, 0), (32, 64, 130, 1, 50), (64, 96, 64,
     same(scalar_pairs(q, k, b, 0.7, f32), mix.float(), rtol=1e-5, atol=1e-5)
     same(scalar_pairs(q, k, b, 0.7, torch.bfloat16), mix.bfloat16(), rtol=2**-7, atol=1e-5)
     same(scalar_pairs(k, k, b, 0.7, f32, times), erase.float(), rtol=1e-5, atol=1e-5)
-    y, dy = torch.randn(2, C, V), torch.randn(2, G * C, V)
-    for x, grad, gate in ((q, dy, None), (k, dy[:, :C], times)):
-        d, *sums = scalar_pairs_back(x, k, grad, y, b, 0.7, gate)
-        dp = (grad.double() @ y.double().mT).unflatten(1, (-1, C))
-        dp = dp if gate is None else dp.tril(-1)
-        own, gate = one.pairs(k.double(), x.double())[0].unflatten(1, (-1, C)), 1 if gate is None else gate[:, None]
-        want = dp * gate * one.pair_NCC[:, None], (own * dp).sum((1, 3)), (own * dp * gate).sum((1, 2))
-        for got, exact in zip((d, *sums), want):
-            same(got, exact.float().view_as(got), rtol=1e-5, atol=1e-3)
-    s = torch.randn(2, K, V)
-    entered = one.enter_NCJ * (q.double().unflatten(1, (-1, C)) @ s.double()[:, None]).transpose(0, 1)
-    want = 0.7 * entered.transpose(0, 1).flatten(1, 2) + mix @ y.double()
-    same(scalar_reads(q, k, y, s, b, 0.7), want.float(), rtol=1e-5, atol=1e-3)
-    for state in (None, s):
-        want = mix.mT @ dy.double() + (0 if state is None else one.leave_NCJ * (k @ s).double())
-        same(scalar_reads_back(q, k, dy, b, 0.7, f32, state), want.float(), rtol=1e-5, atol=1e-3)
+    y, dy, erasing = torch.randn(2, C, V), torch.randn(2, C, V), ScalarDecay(g[..., 0].double(), torch.float64, 1.0)
+    d = (dy.double() @ y.double().mT).tril(-1) * erasing.pair_NCC
+    moved = d * (k.double() @ k.double().mT)
+    want = d * times, moved.sum(-1, keepdim=True), (moved * times).sum(1)[..., None]
+    for got, exact in zip(erasing_pairs_back(k, dy, y, b, times), want):
+        same(got, exact.float(), rtol=1e-5, atol=1e-3)
+    s, ds, do = torch.randn(2, K, V), torch.randn(2, K, V), torch.randn(2, G * C, V)
+    enter = one.enter_NCJ.repeat(1, G, 1)
+    entered = 0.7 * enter * (q @ s).double()
+    for gate in (None, do):
+        got, sums, of_state = scalar_reads(q, k, y, s, b, 0.7, gate)
+        want = entered + mix @ y.double()
+        same(got, want.float(), rtol=1e-5, atol=1e-3)
+        if gate is not None:
+            for own, exact in ((sums, want), (of_state, entered)):
+                same(own, (exact * gate).sum(-1, keepdim=True).float(), rtol=1e-5, atol=1e-2)
+    left = one.leave_NCJ * (k @ ds).double()
+    for state, gate in ((None, None), (ds, None), (ds.mT.contiguous().mT, dy)):
+        got, sums, of_state = scalar_reads_back(q, k, do, state, b, 0.7, f32, gate)
+        want = mix.mT @ do.double() + (0 if state is None else left)
+        same(got, want.float(), rtol=1e-5, atol=1e-3)
+        if gate is not None:
+            for own, exact in ((sums, want), (of_state, left)):
+                same(own, (exact * gate).sum(-1, keepdim=True).float(), rtol=1e-5, atol=1e-2)
     for x, pairs in zip((q, k), each.pairs(k.double(), q.double(), k.double())):
         same(channel_pairs(x, k, factor, 0.7, f32), pairs.float(), rtol=1e-5, atol=1e-5)
     same(channel_pairs(k, k, factor, 0.7, f32, times), pairs.float() * times, rtol=1e-5, atol=1e-5)

@@ -72,125 +72,131 @@ def _decays(b, t, s, ORDER: tl.constexpr = 1):
     return tl.exp2(tl.where(ORDER * t[:, None] >= ORDER * s[None, :], decay, float("-inf")))
 
 
-def scalar_reads(x_NRK: Tensor, k_NCK: Tensor, y_NCV: Tensor, state_NKV: Tensor, b_NC: Tensor, scale: float) -> Tensor:
-    """scale * 2^b_t x_t S + P y, with P = scalar_pairs(x, k, b, scale), which is rounded to the operands' dtype."""
-    return _read(x_NRK, k_NCK, y_NCV, state_NKV, b_NC, scale, scale, x_NRK.dtype, 1)
+def scalar_reads(
+    x_NRK: Tensor, k_NCK: Tensor, y_NCV: Tensor, state_NKV: Tensor, b_NC: Tensor, scale: float,
+    times_NRV: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """O = scale * 2^b_t x_t S + P y, with P = scalar_pairs(x, k, b, scale), which is rounded to the operands' dtype.
+
+    Gives O in x's dtype and, with rows to multiply it with, the sums of these products over each row [N, R, 1]: of all
+    of O, and of what comes from S.
+    """
+    return _read(x_NRK, k_NCK, y_NCV, state_NKV, b_NC, scale, scale, times_NRV, x_NRK.dtype, 1)
 
 
 def scalar_reads_back(
-    x_NRK: Tensor, k_NCK: Tensor, dy_NRV: Tensor, b_NC: Tensor, scale: float, dtype: torch.dtype,
-    dstate_NKV: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The gradient of y: P^T dy, and with the gradient of the state after the chunk 2^(b_C - b_s) k_s dS besides."""
-    return _read(k_NCK, x_NRK, dy_NRV, dstate_NKV, b_NC, scale, 1.0, dtype, -1)
+    x_NRK: Tensor, k_NCK: Tensor, dy_NRV: Tensor, dstate_NKV: Tensor | None, b_NC: Tensor, scale: float,
+    dtype: torch.dtype, times_NCV: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient of y in a dtype: P^T dy, and with the gradient of the state after the chunk 2^(b_C - b_s) k_s dS
+    besides. Sums as scalar_reads."""
+    return _read(k_NCK, x_NRK, dy_NRV, dstate_NKV, b_NC, scale, 1.0, times_NCV, dtype, -1)
 
 
 def _read(
     x: Tensor, k: Tensor, y: Tensor, state_NKV: Tensor | None, b_NC: Tensor, scale: float, of_state: float,
-    dtype: torch.dtype, order: int,
-) -> Tensor:  # fmt: skip
+    times: Tensor | None, dtype: torch.dtype, order: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (N, C), (_, rows, K), V = b_NC.shape, x.shape, y.shape[2]
     out = x.new_empty(N, rows, V, dtype=dtype)
     tile, columns = min(C, 64), min(triton.next_power_of_2(max(V, 16)), 128)
-    own = (x.contiguous() for x in (x, k, y, y if state_NKV is None else state_NKV, b_NC))
+    across = triton.cdiv(V, columns)
+    sums = x.new_empty(across, 2, N, rows if times is not None else 0, 1, dtype=torch.float32)
+    state = y if state_NKV is None else state_NKV
+    own = (x.contiguous() for x in (x, k, y, b_NC, y if times is None else times))
     with torch.cuda.device_of(x):
-        _reads[(N * rows // tile * triton.cdiv(V, columns),)](
-            *own, out, scale, of_state, X=rows // C, Y=k.shape[1] // C, ORDER=order, STATE=state_NKV is not None,
-            C=C, K=K, V=V, TILE=tile, CHANNELS=min(triton.next_power_of_2(max(K, 16)), 128), COLUMNS=columns,
-            num_stages=1,
+        _reads[(N * rows // tile * across,)](
+            *own, state, *state.stride(), out, sums, N * rows, scale, of_state, X=rows // C, Y=k.shape[1] // C,
+            ORDER=order, STATE=state_NKV is not None, TIMES=times is not None, C=C, K=K, V=V, TILE=tile,
+            CHANNELS=min(triton.next_power_of_2(max(K, 16)), 128), COLUMNS=columns, num_stages=1,
         )  # fmt: skip
-    return out
+    of_all, of_state_alone = sums.sum(0)
+    return out, of_all, of_state_alone
 
 
 @triton.jit
 def _reads(
-    x, k, y, state, b, out, scale, of_state,
-    X: tl.constexpr, Y: tl.constexpr, ORDER: tl.constexpr, STATE: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, k, y, b, times, state, s_n, s_k, s_v, out, sums, ROWS, scale, of_state,
+    X: tl.constexpr, Y: tl.constexpr, ORDER: tl.constexpr, STATE: tl.constexpr, TIMES: tl.constexpr, C: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile of the result. A chunk's tokens are X times rows and Y times keys."""
     across: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     tiles: tl.constexpr = C // TILE
-    query = (tl.program_id(0) // (tiles * across)).to(tl.int64)
+    query, part = (tl.program_id(0) // (tiles * across)).to(tl.int64), tl.program_id(0) % across
     n, i = query // X, tl.program_id(0) // across % tiles
     t, u = i * TILE + tl.arange(0, TILE), tl.arange(0, TILE)
-    v = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    v = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = query * C + t
     b += n * C
+    sums += part * 2 * ROWS
     total = tl.zeros((TILE, COLUMNS), tl.float32)
     if STATE:
         for first in range(0, K, CHANNELS):
             c = first + tl.arange(0, CHANNELS)
-            rows = tl.load(x + (query * C + t[:, None]) * K + c[None, :], mask=c[None, :] < K, other=0)
-            own = (c[:, None] < K) & (v < V)
-            total = tl.dot(rows, tl.load(state + (n * K + c[:, None]) * V + v, mask=own, other=0), total)
+            left = tl.load(x + row[:, None] * K + c[None, :], mask=c[None, :] < K, other=0)
+            right = state + n * s_n + c[:, None] * s_k + v * s_v
+            total = tl.dot(left, tl.load(right, mask=(c[:, None] < K) & (v < V), other=0), total)
         to = tl.load(b + t)
         total *= tl.exp2((to if ORDER == 1 else tl.load(b + C - 1) - to).to(tl.float32))[:, None] * of_state
+        if TIMES:
+            gate = tl.load(times + row[:, None] * V + v, mask=v < V, other=0).to(tl.float32)
+            tl.store(sums + ROWS + row, tl.sum(total * gate, 1))
     for j in range(tiles):
         if ORDER * j <= ORDER * i:
             s = j * TILE + u
             decay = _decays(b, t, s, ORDER) * scale
             for other in range(Y):
                 at = (n * Y + other) * C + s
-                pairs = _products(x, k, query * C + t, at, K, TILE, CHANNELS) * decay
+                pairs = _products(x, k, row, at, K, TILE, CHANNELS) * decay
                 values = tl.load(y + at[:, None] * V + v, mask=v < V, other=0)
                 total = tl.dot(pairs.to(y.dtype.element_ty), values, total)
-    tl.store(out + (query * C + t[:, None]) * V + v, total, mask=v < V)
+    if TIMES:
+        gate = tl.load(times + row[:, None] * V + v, mask=v < V, other=0).to(tl.float32)
+        tl.store(sums + row, tl.sum(total * gate, 1))
+    tl.store(out + row[:, None] * V + v, total, mask=v < V)
 
 
-def scalar_pairs_back(
-    x_NRK: Tensor, k_NCK: Tensor, dy_NRV: Tensor, y_NCV: Tensor, b_NC: Tensor, scale: float,
-    times_NC1: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of P = scalar_pairs(x, k, b, scale), where P y has the gradient dy: (D the gradient of x k^T, in x's dtype, row
-    sums and column sums [N, C, 1] of P dP).
-
-    With times the gradient of row t is times_t dy_t, and none of a token with itself. Then D and the column sums have
-    that factor, the row sums do not.
-    """
-    (N, R, K), C, V = x_NRK.shape, k_NCK.shape[1], y_NCV.shape[2]
-    erases, tile = times_NC1 is not None, min(C, 64)
-    d_NRC, sums = x_NRK.new_empty(N, R, C), b_NC.new_empty(N, R // C, 2, C // tile, C, 1, dtype=torch.float32)
+def erasing_pairs_back(
+    k_NCK: Tensor, dy_NCV: Tensor, y_NCV: Tensor, b_NC: Tensor, times_NC1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of A = times_t * P, where P is scalar_pairs(k, k, b, 1) without those of a token with itself and A y has the
+    gradient dy: D the gradient of k k^T, in k's dtype; row sums of P dA; and column sums of A dA, both [N, C, 1]."""
+    (N, C, K), V = k_NCK.shape, y_NCV.shape[2]
+    tile = min(C, 64)
+    d_NCC, sums = k_NCK.new_empty(N, C, C), b_NC.new_empty(N, 2, C // tile, C, 1, dtype=torch.float32)
     steps = {f"{x}_STEP": min(triton.next_power_of_2(max(size, 16)), 128) for x, size in (("K", K), ("V", V))}
-    own = (x.contiguous() for x in (x_NRK, k_NCK, dy_NRV, y_NCV, b_NC, b_NC if times_NC1 is None else times_NC1))
-    with torch.cuda.device_of(x_NRK):
-        _scalar_back[(N * R // C * (C // tile) ** 2,)](
-            *own, d_NRC, sums, R // C, scale,
-            ERASES=erases, C=C, K=K, V=V, TILE=tile, **steps, num_warps=tile // 8,
-        )  # fmt: skip
-    rows_NC1, columns_NC1 = sums.sum((1, 3)).unbind(1)
-    return d_NRC, rows_NC1, columns_NC1
+    own = (x.contiguous() for x in (k_NCK, dy_NCV, y_NCV, b_NC, times_NC1))
+    with torch.cuda.device_of(k_NCK):
+        _erasing_back[(N * (C // tile) ** 2,)](
+            *own, d_NCC, sums, C=C, K=K, V=V, TILE=tile, **steps, num_warps=tile // 8
+        )
+    rows_NC1, columns_NC1 = sums.sum(2).unbind(1)
+    return d_NCC, rows_NC1, columns_NC1
 
 
 @triton.jit
-def _scalar_back(
-    x, k, dy, y, b, times, out, sums, G, scale,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ERASES: tl.constexpr, TILE: tl.constexpr,
-    K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+def _erasing_back(
+    k, dy, y, b, times, out, sums,
+    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile of a query's [C, C]."""
+    """A program for each tile of a chunk's [C, C]."""
     tiles = C // TILE
-    query = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
-    n, i, j = query // G, tl.program_id(0) // tiles % tiles, tl.program_id(0) % tiles
+    n = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    i, j = tl.program_id(0) // tiles % tiles, tl.program_id(0) % tiles
     t, s = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     d = tl.zeros((TILE, TILE), tl.float32)
     rows, columns = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     if j <= i:
-        pairs = _products(x, k, query * C + t, n * C + s, K, TILE, K_STEP)
-        d = _products(dy, y, query * C + t, n * C + s, V, TILE, V_STEP)
-        decay = _decays(b + n * C, t, s) * scale
-        if ERASES:
-            decay = tl.where(t[:, None] > s[None, :], decay, 0)
-        moved = pairs * decay * d
-        rows = tl.sum(moved, 1)
-        if ERASES:
-            gate = tl.load(times + n * C + t)[:, None]
-            moved *= gate
-            decay *= gate
-        columns = tl.sum(moved, 0)
-        d *= decay
-    tl.store(out + (query * C + t[:, None]) * C + s[None, :], d)
+        d = _products(dy, y, n * C + t, n * C + s, V, TILE, V_STEP)
+        d *= tl.where(t[:, None] > s[None, :], _decays(b + n * C, t, s), 0)
+        moved = _products(k, k, n * C + t, n * C + s, K, TILE, K_STEP) * d
+        gate = tl.load(times + n * C + t)[:, None]
+        rows, columns = tl.sum(moved, 1), tl.sum(moved * gate, 0)
+        d *= gate
+    tl.store(out + (n * C + t[:, None]) * C + s[None, :], d)
     # Each tile has its own places among the tiles' row sums of t and column sums of s.
-    sums += query * 2 * tiles * C
+    sums += n * 2 * tiles * C
     tl.store(sums + j * C + t, rows)
     tl.store(sums + (tiles + i) * C + s, columns)
 

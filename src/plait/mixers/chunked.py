@@ -94,6 +94,11 @@ def add_mm(c: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     return c.baddbmm_(a, b, alpha=scale)
 
 
+def add_both(c_NCK: Tensor, d_NCC: Tensor, k_NCK: Tensor) -> Tensor:
+    """c plus what the gradient d of k k^T gives."""
+    return add_mm(add_mm(c_NCK, d_NCC.mT, k_NCK), d_NCC, k_NCK)
+
+
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a * b, computed in the wider dtype of the two and rounded once, without a wide copy in between."""
     return _rounded(torch.mul, a, b, dtype=dtype)
@@ -256,30 +261,51 @@ class ScalarDecay:
             mul_rows_(pairs[-1], times)
         return pairs
 
-    # Where there is the kernel:
+    # Where there are kernels:
 
     def read(self, x_NRK: Tensor, k_NCK: Tensor, y_NCV: Tensor, state_NKV: Tensor) -> Tensor:
-        """What rows x read: Q' S + P y of P = pairs(k, x), in x's dtype."""
+        """What rows x read: O = Q' S + P y of P = pairs(k, x), in x's dtype."""
         from plait.kernels.pairs import scalar_reads
 
-        return scalar_reads(x_NRK, k_NCK, y_NCV, state_NKV, self._sum_NC, self._scale)
+        return scalar_reads(x_NRK, k_NCK, y_NCV, state_NKV, self._sum_NC, self._scale)[0]
 
     def read_back(
-        self, x_NRK: Tensor, k_NCK: Tensor, dy_NRV: Tensor, dtype: torch.dtype, dstate_NKV: Tensor | None = None
+        self, x_NRK: Tensor, k_NCK: Tensor, do_NRV: Tensor, dtype: torch.dtype, dstate_NKV: Tensor | None = None
     ) -> Tensor:
-        """P^T dy; with the gradient of the state that leaves the chunk, K' dS besides."""
+        """The gradient of y in a dtype: P^T dO; with the gradient of S' = .. + K'^T y, K' dS' besides."""
         from plait.kernels.pairs import scalar_reads_back
 
-        return scalar_reads_back(x_NRK, k_NCK, dy_NRV, self._sum_NC, self._scale, dtype, dstate_NKV)
+        return scalar_reads_back(x_NRK, k_NCK, do_NRV, dstate_NKV, self._sum_NC, self._scale, dtype)[0]
 
-    def products_of_pairs(
-        self, k_NCK: Tensor, x_NRK: Tensor, dy_NRV: Tensor, y_NCV: Tensor, times_NC1: Tensor | None = None
+    def read_grads(
+        self,
+        x_NRK: Tensor,
+        k_NCK: Tensor,
+        y_NCV: Tensor,
+        do_NRV: Tensor,
+        state_NKV: Tensor,
+        dstate_NKV: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of x, in its dtype, of k in a dtype, of b [N, C, 1] and, [N, C, 1], that of b_C by each token's
+        K' alone. For x and k, dO and y are what x and k are for y: dx = scale exp(b) dO S^T + (..) k.
+
+        b_t - b_s has the gradient of P_ts times P_ts, which is summed as x dx - k dk before these are rounded.
+        """
+        from plait.kernels.pairs import scalar_reads, scalar_reads_back
+
+        own = self._sum_NC, self._scale
+        dx_NRK, x_moved_NR1, _ = scalar_reads(do_NRV, y_NCV, k_NCK, state_NKV.mT, *own, x_NRK)
+        dk_NCK, k_moved_NC1, leave_NC1 = scalar_reads_back(do_NRV, y_NCV, x_NRK, dstate_NKV.mT, *own, dtype, k_NCK)
+        return dx_NRK, dk_NCK, sum_rows(x_moved_NR1, k_NCK.shape[1]) - k_moved_NC1, leave_NC1
+
+    def erase_grads(
+        self, k_NCK: Tensor, dy_NCV: Tensor, y_NCV: Tensor, times_NC1: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the gradient dy of P y gives: (D, rows, columns). D, the gradient of x k^T, is for products_back;
-        rows - columns is that of b. times: scalar_pairs_back."""
-        from plait.kernels.pairs import scalar_pairs_back
+        """erasing_pairs_back"""
+        from plait.kernels.pairs import erasing_pairs_back
 
-        return scalar_pairs_back(x_NRK, k_NCK, dy_NRV, y_NCV, self._sum_NC, self._scale, times_NC1)
+        return erasing_pairs_back(k_NCK, dy_NCV, y_NCV, self._sum_NC, times_NC1)
 
     def pairs_back(
         self,
@@ -299,21 +325,14 @@ class ScalarDecay:
             moved_NRC = p_NRC.mul_(dp_NRC)
             db_NC1 = db_NC1 + (sum_rows(moved_NRC.sum(-1), k_NCK.shape[1]) - moved_NRC.sum(1))[..., None]
             products.append(use_rows(dp_NRC, self.pair_NCC, k_NCK.dtype))
-        return *self.products_back(k_NCK, q_NRK, products, dq_NRK, dk_NCK), db_NC1
-
-    @staticmethod
-    def products_back(
-        k_NCK: Tensor, q_NRK: Tensor, products: list[Tensor], dq_NRK: Tensor, dk_NCK: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """dq and dk, plus what comes through q k^T and k k^T, or the first alone, whose gradients are `products`."""
         dq_NRK, dk_NCK = add_mm(dq_NRK, products[0], k_NCK), add_mm(dk_NCK, products[0].mT, q_NRK)
         for d_NCC in products[1:]:
-            dk_NCK = add_mm(add_mm(dk_NCK, d_NCC.mT, k_NCK), d_NCC, k_NCK)
-        return dq_NRK, dk_NCK
+            dk_NCK = add_both(dk_NCK, d_NCC, k_NCK)
+        return dq_NRK, dk_NCK, db_NC1
 
 
 def has_kernel(decay: ScalarDecay | ChannelDecay) -> TypeGuard[ScalarDecay]:
-    """Whether read, read_back and products_of_pairs are there."""
+    """Whether it reads by kernels, and has the gradients from them."""
     return isinstance(decay, ScalarDecay) and decay.kernel
 
 

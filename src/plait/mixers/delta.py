@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from plait.mixers.chunked import (
     ChannelDecay,
     ScalarDecay,
+    add_both,
     add_mm,
     chunk_length,
     decay_of_state,
@@ -246,33 +247,32 @@ def _grads(
     """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. pairs: none where a kernel makes them."""
     decay, C = x.decay, x.k_NCK.shape[1]
 
-    # Through the states before and after the chunk. What k_t erases is proportional to beta_t, which comes last.
-    dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT), decay.enter_NCJ, x.scale)
+    # What k_t erases from the state before the chunk. It is proportional to beta_t, which comes last.
     erase_NCK = mm(dr_NCV, start_NKV.mT).mul_(decay.enter_NCJ)
     erased_NCK = x.k_NCK * erase_NCK
     dbeta_NC = erased_NCK.sum(-1).neg_()
-    dk_NCK = mm(u_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
-    leave_NCK = x.k_NCK * dk_NCK
-    leave_NCJ = decay.fold(leave_NCK)
-    db_NCJ = decay.fold(sum_rows(x.q_NRK * dq_NRK, C).addcmul_(erased_NCK, x.beta_NC1, value=-1).sub_(leave_NCK))
-    keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
-    dk_NCK.addcmul_(erase_NCK, x.beta_NC1, value=-1)
-
-    # Between tokens of the chunk: dM = dO U^T and dA = -dR U^T, below the diagonal: above it the pairs are 0.
+    # Then through the states by what is read and written, and between tokens of the chunk: dM = dO U^T and
+    # dA = -dR U^T, below the diagonal: above it the pairs are 0.
     if has_kernel(decay):
-        times_NC1 = x.beta_NC1 * (-1 / x.scale)
-        dmix_NRC, rows_NC1, columns_NC1 = decay.products_of_pairs(x.k_NCK, x.q_NRK, do_NRV, u_NCV)
-        db_NCJ += rows_NC1 - columns_NC1
-        derase_NCC, rows_NC1, columns_NC1 = decay.products_of_pairs(x.k_NCK, x.k_NCK, dr_NCV, u_NCV, times_NC1)
-        db_NCJ += rows_NC1 * times_NC1 - columns_NC1
-        dbeta_NC -= rows_NC1[..., 0] / x.scale
-        dq_NRK, dk_NCK = decay.products_back(x.k_NCK, x.q_NRK, [dmix_NRC, derase_NCC], dq_NRK, dk_NCK)
+        operands = (x.q_NRK, x.k_NCK, u_NCV, do_NRV, start_NKV, dend_NKV)
+        dq_NRK, dk_NCK, db_NCJ, leave_NCJ = decay.read_grads(*operands, erase_NCK.dtype)
+        derase_NCC, rows_NC1, columns_NC1 = decay.erase_grads(x.k_NCK, dr_NCV, u_NCV, -x.beta_NC1)
+        dbeta_NC -= rows_NC1[..., 0]
+        db_NCJ += dbeta_NC[..., None] * x.beta_NC1 - columns_NC1
+        dk_NCK = add_both(dk_NCK, derase_NCC, x.k_NCK)
     else:
+        dq_NRK = mul_rows_(mm(do_NRV, start_NKV.mT), decay.enter_NCJ, x.scale)
+        dk_NCK = mm(u_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
+        leave_NCK = x.k_NCK * dk_NCK
+        leave_NCJ = decay.fold(leave_NCK)
+        db_NCJ = decay.fold(sum_rows(x.q_NRK * dq_NRK, C).addcmul_(erased_NCK, x.beta_NC1, value=-1).sub_(leave_NCK))
         derase_NCC = mm(dr_NCV, u_NCV.mT)
         derase_NCC.diagonal(dim1=1, dim2=2).zero_()
         dbeta_NC -= (derase_NCC * pairs[1]).sum(-1) / x.scale
         dpairs = [mm(do_NRV, u_NCV.mT), derase_NCC.mul_(x.beta_NC1 * (-1 / x.scale))]
         dq_NRK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NRK, pairs, dpairs, (dq_NRK, dk_NCK, db_NCJ))
+    dk_NCK.addcmul_(erase_NCK, x.beta_NC1, value=-1)
+    keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
 
     # g_t moves b of every token from t on, and what leaves the chunk from all before.
     dg_NCJ = sum_after(db_NCJ, leave_NCJ.sum(1, keepdim=True).add_(keep_N1J))

@@ -187,21 +187,20 @@ class _LinearChunk(torch.autograd.Function):
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows, work)
 
-            dq_NCK = mul_rows_(mm(do_NCV, start_NKV.mT), decay.enter_NCJ, x.scale)
-            dk_NCK = mm(x.v_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
-            leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
-            db_NCJ = decay.fold(x.q_NCK * dq_NCK) - leave_NCJ
-            keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
             if has_kernel(decay):
                 dv_NCV = decay.read_back(x.q_NCK, x.k_NCK, do_NCV, work, dend_NKV)
-                d_NCC, rows_NC1, columns_NC1 = decay.products_of_pairs(x.k_NCK, x.q_NCK, do_NCV, x.v_NCV)
-                db_NCJ += rows_NC1 - columns_NC1
-                dq_NCK, dk_NCK = ScalarDecay.products_back(x.k_NCK, x.q_NCK, [d_NCC], dq_NCK, dk_NCK)
+                operands = (x.q_NCK, x.k_NCK, x.v_NCV, do_NCV, start_NKV, dend_NKV)
+                dq_NCK, dk_NCK, db_NCJ, leave_NCJ = decay.read_grads(*operands, work)
             else:
                 mix_NCC = saved[5] if len(saved) > 5 else decay.pairs(x.k_NCK, x.q_NCK)[0]
                 dv_NCV = add_mm(mm(x.write(), dend_NKV), mix_NCC.to(work).mT, do_NCV)
+                dq_NCK = mul_rows_(mm(do_NCV, start_NKV.mT), decay.enter_NCJ, x.scale)
+                dk_NCK = mm(x.v_NCV, dend_NKV.mT).mul_(decay.leave_NCJ)
+                leave_NCJ = decay.fold(x.k_NCK * dk_NCK)
+                db_NCJ = decay.fold(x.q_NCK * dq_NCK) - leave_NCJ
                 dpairs, grads = mm(do_NCV, x.v_NCV.mT), (dq_NCK, dk_NCK, db_NCJ)
                 dq_NCK, dk_NCK, db_NCJ = decay.pairs_back(x.k_NCK, x.q_NCK, [mix_NCC], [dpairs], grads)
+            keep_N1J = decay.fold((start_NKV * dend_NKV).sum(-1, dtype=db_NCJ.dtype)[:, None]) * decay.enter_NCJ[:, -1:]
             dg_NCJ = sum_after(db_NCJ, leave_NCJ.sum(1, keepdim=True).add_(keep_N1J))
             grads = (dq_NCK, dk_NCK, dv_NCV, dg_NCJ)
         grads = [
