@@ -14,7 +14,7 @@ from mixers.rules import RULES, Rule, by_sequence, gradients, make_decays, to
 from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
-from plait.mixers import chunked, linear
+from plait.mixers import chunked, gla, linear
 from plait.mixers.attention import attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
 from plait.mixers.norm import Norm
@@ -225,6 +225,43 @@ def test_kernels_of_rope_and_swiglu():
         found.append((*rotated, out, *grads))
     for got, want in zip(*found, strict=True):
         assert error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernel_of_log_decays(dtype):
+    """In fp32, and gradients in the dtype of logits: each near the formula's in float64, the tiny ones too."""
+    torch.manual_seed(0)
+    x, grad = torch.linspace(-100, 70, 120_003).to("cuda", dtype), torch.randn(120_003, device="cuda")
+    found = []
+    for wanted in (dtype, torch.float64):
+        leaf = x.to(wanted).requires_grad_()
+        g = gla.log_decay(leaf.view(3, -1).T)
+        assert g.grad_fn is not None
+        assert (type(g.grad_fn).__name__ == "LogSigmoidBackward") == (wanted == dtype)
+        found.append((g, *torch.autograd.grad(g, leaf, grad.view(3, -1).T.to(g.dtype))))
+    (g, x_grad), (exact, exact_grad) = found
+    torch.testing.assert_close(g, exact.float(), rtol=1e-5, atol=0)
+    limits = torch.finfo(dtype)
+    close = {"rtol": max(limits.eps, 1e-5), "atol": limits.smallest_normal * limits.eps}
+    torch.testing.assert_close(x_grad, exact_grad.to(dtype), **close)
+
+
+def test_gla_takes_its_decays_from_the_kernel(tokens, monkeypatch):
+    """In bf16, with gradients and without. The model's outputs are near those by the formula."""
+    from plait.kernels import log_sigmoid
+
+    launched, launch = [], log_sigmoid._launch
+    monkeypatch.setattr(log_sigmoid, "_launch", lambda kernel, *own: (launched.append(kernel), launch(kernel, *own)))
+    model, tokens = build("gla", torch.bfloat16, "cuda"), tokens.cuda()
+    logits = model(tokens)
+    logits.float().square().mean().backward()
+    with torch.no_grad():
+        model(tokens)
+        forward, backward = log_sigmoid._forward, log_sigmoid._backward
+        assert launched == [forward, forward, backward, backward, forward, forward]
+        monkeypatch.setattr(gla, "usable", lambda x: False)
+        assert error(model(tokens), logits) < 0.02
+    assert len(launched) == 6
 
 
 @pytest.mark.parametrize("channels", [False, True])

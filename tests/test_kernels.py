@@ -57,6 +57,24 @@ for dtype in (torch.float32, torch.bfloat16):
     for got, grads in zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(want, exact, grad.double())):
         torch.testing.assert_close(got, grads.to(dtype))
 """
+LOG_SIGMOID = """
+import torch
+import torch.nn.functional as F
+from plait.kernels.log_sigmoid import LogSigmoid
+extreme = torch.tensor([float("inf"), float("-inf"), float("nan"), 0, 3e38, -3e38])
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    x = torch.cat([torch.linspace(-100, 60, 3 * 1501 - len(extreme)), extreme]).to(dtype).requires_grad_()
+    out = LogSigmoid.apply(x.view(3, 1501).T, 16)
+    grad, exact = torch.randn(3, 1501).T, x.detach().double().requires_grad_()
+    want = F.logsigmoid(exact.view(3, 1501).T) / 16
+    torch.testing.assert_close(out, want.float(), rtol=1e-6, atol=0, equal_nan=True)
+    (got,), (grads,) = torch.autograd.grad(out, x, grad), torch.autograd.grad(want, exact, grad.double())
+    limits = torch.finfo(dtype)
+    close = {"rtol": max(limits.eps, 1e-6), "atol": limits.smallest_normal * limits.eps, "equal_nan": True}
+    torch.testing.assert_close(got, grads.to(dtype), **close)
+none = torch.empty(2, 0, 3, requires_grad=True)
+assert torch.autograd.grad(LogSigmoid.apply(none, 16).sum(), none)[0].shape == none.shape
+"""
 PAIRS = """
 import torch
 from plait.kernels.inverse import unit_inverse
@@ -186,6 +204,7 @@ KERNELS = {
     "rotation": ROTATION,
     "swiglu": SWIGLU,
     "norm": NORM,
+    "log_sigmoid": LOG_SIGMOID,
     "pairs": PAIRS,
     "rules": RULES,
     "fade": FADE,

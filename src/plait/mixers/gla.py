@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.config import Gla
+from plait.kernels import usable
 from plait.mixers.base import linear
 from plait.mixers.norm import Norm
 from plait.mixers.recurrent import LinearRule, MemoryState, wide
@@ -42,9 +43,17 @@ class GatedLinearAttention(LinearRule):
         parts = self.convolve([self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)], state, seq, activate=False)
         q, k, v = (y.unflatten(-1, (self.config.num_heads, -1)) for y in parts)
         q, k = self.rotate(q, k, seq)
-        z = self.decay_up(self.decay_down(x_BTD)) / TEMPERATURE
-        # log alpha = logsigmoid(16 z) / 16 in one pass over [B, T, H, K]: softplus is log(1 + exp(beta z)) / beta
-        g = F.softplus(wide(z), beta=-TEMPERATURE, threshold=40).unflatten(-1, (self.config.num_heads, -1))
+        g = log_decay(self.decay_up(self.decay_down(x_BTD))).unflatten(-1, (self.config.num_heads, -1))
         inputs = self.tapped(seq, q=q, k=k, v=v, decay=g)
         o = self.recur(inputs, state, seq)
         return self.norm_and_gate(o, self.norm, None if self.gate is None else self.gate(x_BTD), "silu"), state
+
+
+def log_decay(logits: Tensor) -> Tensor:
+    """log alpha = logsigmoid(logits) / 16, in at least fp32. Differentiable once on CUDA."""
+    if usable(logits) and logits.shape[1] > 1:  # of one token there is nothing to gain
+        from plait.kernels.log_sigmoid import LogSigmoid
+
+        return LogSigmoid.apply(logits, TEMPERATURE)  # pyright: ignore[reportReturnType]
+    z = logits / TEMPERATURE
+    return F.softplus(wide(z), beta=-TEMPERATURE, threshold=40)  # log(1 + exp(beta z)) / beta, in one pass
