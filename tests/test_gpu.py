@@ -15,7 +15,7 @@ from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.mixers import chunked, gla, linear
-from plait.mixers.attention import attend_last, attend_naive
+from plait.mixers.attention import attend, attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
@@ -367,6 +367,32 @@ def test_kernel_of_the_scan_of_linear_attention(rows, K, V, channels, scan, monk
             assert error(got, exact) < (1e-6 if got.dtype == torch.float32 else 3e-3)
     monkeypatch.setattr(linear, "_fade_steps", None)  # nothing goes step by step
     scan(first, keep, w, rows, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(16, 96), (20, 5), (128, 1000)], ids=str)
+def test_kernel_of_rows_times_numbers(shape):
+    C, X = shape
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 3 * C, 2 * X, generator=rng).bfloat16().cuda()[..., X:]
+    for gate in (torch.randn(7, C, size, generator=rng).cuda() for size in (1, X)):
+        want = (x.unflatten(1, (3, C)) * gate[:, None]).flatten(1, 2)
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(chunked.mul_rows(x, gate, dtype), want.to(dtype))
+
+
+def test_gradients_of_attention_whatever_their_layout():
+    """Of a part of the heads, then of a tensor of its own: cuDNN's plan for one is not the other's."""
+    torch.manual_seed(0)
+    q, k, v, do = torch.randn(4, 2, 2048, 8, 128, device="cuda").bfloat16()
+    do[:, 64:] = 0  # so that the specification need not look at later tokens
+    leaves = [x[:, :, :2].clone().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach()[:, :64].double().requires_grad_() for x in leaves]
+    seq, position = Seq.build((2, 2048), q.device), torch.arange(64, device="cuda")[None]
+    for grad in (do[:, :, :2], do[:, :, :2].contiguous(), do[:, :, 5:7]):
+        got = torch.autograd.grad(attend(*leaves, seq), leaves, grad)
+        o = attend_naive(*exact, position, position, None, None)
+        for x, y in zip(got, torch.autograd.grad(o, exact, grad[:, :64].double()), strict=True):
+            assert error(x[:, :64], y) < 0.01 and not x[:, 64:].any()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

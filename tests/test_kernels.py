@@ -132,10 +132,10 @@ for C, K, V, G, decay in ((16, 128, 5, 3, 0), (32, 64, 130, 1, 50), (64, 96, 64,
 """
 RULES = """
 import torch
-from plait.mixers import delta, linear
+from plait.mixers import chunked, delta, linear
 from plait.mixers.seq import Seq
 def run(dtype, kernel, f, inputs, grads):
-    delta.takes_kernel = linear.takes_kernel = linear.usable = lambda *_: kernel
+    delta.takes_kernel = linear.takes_kernel = linear.usable = chunked.usable = lambda *_: kernel
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     out = f(*leaves)
     return *out, *torch.autograd.grad(out, leaves, [x.to(dtype) for x in grads])
@@ -199,7 +199,23 @@ for shape, dtype, narrow, weighted in (
         limit = 1.6e-2 if got.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(got, grads.to(got.dtype), rtol=limit, atol=1e-4)
 """
+ROWS = """
+import torch
+from plait.kernels.rows import times_rows
+for N, C, G, X, J, dtype in (
+    (3, 16, 2, 5, 1, torch.float32),
+    (2, 40, 1, 300, 300, torch.bfloat16),
+    (0, 4, 3, 8, 1, torch.float32),
+):
+    x, gate = torch.randn(N, G * C + 1, 2 * X)[:, 1:, X:], torch.randn(N, J, C).mT
+    want = (x.unflatten(1, (G, C)) * gate[:, None]).flatten(1, 2)
+    for own in (x, x.mT.contiguous().mT):
+        got = times_rows(own, gate, dtype)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+"""
 KERNELS = {
+    "rows": ROWS,
     "cross_entropy": CROSS_ENTROPY,
     "rotation": ROTATION,
     "swiglu": SWIGLU,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,9 +188,29 @@ def _causal(q_BTHE, k_BTGE, v_BTGE, sink_H) -> Tensor:
         q_BTHE, k_BTGE, v_BTGE = _add_sink(q_BTHE, k_BTGE, v_BTGE, sink_H)
         q_BTHE = F.pad(q_BTHE, (0, 0, 0, 0, 1, 0))
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTGE, v_BTGE))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    o = o.transpose(1, 2)
+    o = _sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
     return o if sink_H is None else o[:, 1:, :, :-_SINK_CHANNELS]
+
+
+class _OneLayout(torch.autograd.Function):
+    """Gives the backward pass its gradient as if from [B, T, H, E]. PyTorch (2.11) keeps cuDNN's plans for backward
+    passes by the layout of q, k and v alone, and runs one that was made for strided gradients, as come from the
+    concatenation of heads, with others: what it gives is wrong then, or it reads outside of them."""
+
+    @staticmethod
+    def forward(ctx, o_BHTE: Tensor) -> Tensor:
+        return o_BHTE.view_as(o_BHTE)
+
+    @staticmethod
+    def backward(ctx, grad_BHTE: Tensor) -> Tensor:
+        return grad_BHTE.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _sdpa(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, **options: Any) -> Tensor:
+    o_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
+    if not o_BHTE.is_cuda or not o_BHTE.requires_grad:
+        return o_BHTE
+    return _OneLayout.apply(o_BHTE)  # pyright: ignore[reportReturnType]
 
 
 def _banded(q_BTHE, k_BTGE, v_BTGE, window_size: int, block: int, sink_H) -> Tensor:
@@ -222,7 +243,7 @@ def _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, mask_BTL, sink_H) -> Tensor:
     mask = mask_BTL
     if mask is not None:
         mask = mask[:, None] if T == 1 else mask.repeat_interleave(R, 1)[:, None]
-    o = F.scaled_dot_product_attention(q, k_BLGE.transpose(1, 2), v_BLGE.transpose(1, 2), attn_mask=mask, scale=E**-0.5)
+    o = _sdpa(q, k_BLGE.transpose(1, 2), v_BLGE.transpose(1, 2), attn_mask=mask, scale=E**-0.5)
     o = o.unflatten(2, (T, R)).transpose(1, 2).flatten(2, 3)
     return o[..., :E]
 

@@ -25,6 +25,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from plait.kernels import usable
 from plait.mixers.seq import Chunks
@@ -108,13 +109,17 @@ class _ScaleHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTHV, by_BTH):
         ctx.save_for_backward(x_BTHV, by_BTH)
-        return product(x_BTHV, by_BTH[..., None], x_BTHV.dtype)
+        return _scaled(x_BTHV, by_BTH)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_BTHV):
         x_BTHV, by_BTH = ctx.saved_tensors
-        grad = grad_BTHV.to(by_BTH.dtype)
-        return (grad * by_BTH[..., None]).to(x_BTHV.dtype), (grad * x_BTHV).sum(-1)
+        return _scaled(grad_BTHV, by_BTH), (grad_BTHV.to(by_BTH.dtype) * x_BTHV).sum(-1)
+
+
+def _scaled(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
+    return mul_rows(x_BTHV.flatten(0, 1), by_BTH.flatten(0, 1)[..., None]).view(x_BTHV.shape)
 
 
 def scale_heads(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
@@ -141,6 +146,10 @@ def store(place: Tensor, x: Tensor, scale: float) -> None:
 
 def mul_rows(x_NRX: Tensor, gate_NCX: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Rows of all queries times something each token has once, in the rows' dtype or another."""
+    if usable(x_NRX) and gate_NCX.dtype == torch.float32:
+        from plait.kernels.rows import times_rows
+
+        return times_rows(x_NRX, gate_NCX, dtype or x_NRX.dtype)
     x = x_NRX.unflatten(1, (-1, gate_NCX.shape[1]))
     return product(x, gate_NCX[:, None], dtype or x_NRX.dtype).flatten(1, 2)
 

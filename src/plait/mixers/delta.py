@@ -43,7 +43,6 @@ from plait.mixers.chunked import (
     mul_rows,
     mul_rows_,
     pack,
-    product,
     runs_in_bf16,
     sum_after,
     sum_rows,
@@ -164,7 +163,7 @@ class _Chunked(NamedTuple):
     def transfer(self, inverse_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K', X and P from T."""
         work, decay = self.k_NCK.dtype, self.decay
-        old_NCK = product(self.k_NCK, decay.enter_NCJ * -self.beta_NC1, work)
+        old_NCK = mul_rows(self.k_NCK, decay.enter_NCJ * -self.beta_NC1)
         x_NCK = _solved(inverse_NCC.mT, self.k_NCK, work, decay.leave_NCJ)
         p_NKK = mm(x_NCK.mT, old_NCK)
         p_NKK.diagonal(dim1=1, dim2=2).add_(decay.enter_NCJ[:, -1])
@@ -186,7 +185,7 @@ class _DeltaChunk(torch.autograd.Function):
             *mix, erase_NCC = x.decay.pairs(x.k_NCK, *queries, x.k_NCK, first=work if queries else None, times=times)
             inverse_NCC = _unit_inverse(erase_NCC * beta_NC1 if saves else erase_NCC, work)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
-            r_NCV = product(x.v_NCV, x.beta_NC1, work)
+            r_NCV = mul_rows(x.v_NCV, x.beta_NC1)
             w_NKV = mm(x_NCK.mT, r_NCV)
             first_EKV = chunks.sort(state_BSKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows, work)

@@ -37,9 +37,9 @@ from plait.mixers.chunked import (
     has_kernel,
     make_decay,
     mm,
+    mul_rows,
     mul_rows_,
     pack,
-    product,
     runs_in_bf16,
     sum_after,
     takes_kernel,
@@ -140,11 +140,11 @@ class _Chunked(NamedTuple):
 
     def read(self) -> Tensor:
         """Q' without its scale."""
-        return product(self.q_NCK, self.decay.enter_NCJ, self.q_NCK.dtype)
+        return mul_rows(self.q_NCK, self.decay.enter_NCJ)
 
     def write(self) -> Tensor:
         """K'."""
-        return product(self.k_NCK, self.decay.leave_NCJ, self.k_NCK.dtype)
+        return mul_rows(self.k_NCK, self.decay.leave_NCJ)
 
     @property
     def keep_NJ1(self) -> Tensor:

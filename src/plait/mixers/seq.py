@@ -23,6 +23,14 @@ def _kept(make: Callable[[Seq], Any]) -> property:
     return property(lambda seq: seq.once(make.__name__, lambda: make(seq)))
 
 
+def _words(x: Tensor) -> Tensor | None:
+    """The same memory as numbers of 16 bytes: a GPU moves single ones of 2 bytes at a quarter of its speed."""
+    n = 16 // x.element_size()
+    if n == 1 or x.ndim < 4 or not x.is_cuda or torch.compiler.is_compiling() or x.stride(-1) != 1:
+        return None
+    return None if any(i % n for i in (x.storage_offset(), x.shape[-1], *x.stride()[:-1])) else x.view(torch.complex128)
+
+
 @dataclass(frozen=True)
 class Chunks:
     """Sequences cut into chunks of C tokens, ordered by step: first every sequence's chunk 0, then every chunk 1, ...
@@ -42,6 +50,8 @@ class Chunks:
 
     def pack(self, x: Tensor, of: Callable[..., Tensor] | None = None) -> Tensor:
         """x_BTH* -> x_MHC*, zero where a chunk holds no token; or a function of that, of(x, out=None)."""
+        if of is None and (words := _words(x)) is not None:
+            return self.pack(words).view(x.dtype)
         size = self.size
         if self._dense is not None:
             B, T = self._dense
@@ -63,6 +73,8 @@ class Chunks:
 
     def unpack(self, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """y_MHC* -> y_BTH*, the inverse of pack, in another dtype where one is given."""
+        if dtype in (None, y.dtype) and (words := _words(y)) is not None:
+            return self.unpack(words).view(y.dtype)
         y = y.transpose(1, 2)  # M, C, H, *
         if self._dense is not None:
             y = y.unflatten(0, (-1, self._dense[0])).transpose(0, 1)  # B, steps, C, H, *
