@@ -14,7 +14,7 @@ from mixers.rules import RULES, Rule, by_sequence, gradients, make_decays, to
 from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
-from plait.mixers import chunked, gla, linear
+from plait.mixers import chunked, delta, gla, linear
 from plait.mixers.attention import attend, attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
 from plait.mixers.norm import Norm
@@ -350,6 +350,19 @@ def test_inverses_of_the_precision_of_fp32(C):
     want = torch.linalg.inv(a.double().tril(-1) + torch.eye(C, device="cuda"))
     got = unit_inverse(a)
     assert error(got, want) < 1e-5 and not got.triu(1).any()
+
+
+@pytest.mark.parametrize("scan", [delta.scan, delta.scan_back], ids=["forth", "back"])
+@pytest.mark.parametrize(("K", "V"), [(96, 40), (128, 128), (5, 300), (64, 64)])
+@pytest.mark.parametrize("rows", [[8], [16] * 3, [40] * 70 + [7] * 2 + [1]], ids=lambda rows: str(len(rows)))
+def test_kernel_of_the_scan_of_the_delta_rule(rows, K, V, scan):
+    """As the formula in float64."""
+    rng, N, E = torch.Generator().manual_seed(0), sum(rows), rows[0] + 1
+    first, w = (torch.randn(n, K, V, generator=rng).cuda() for n in (E, N))
+    p = torch.randn(N, K, K, generator=rng).cuda() / (2 * K**0.5)
+    want = scan(first.double(), p.double(), w.double(), rows, torch.float64)
+    for got, exact in zip(scan(first, p, w, rows, torch.bfloat16), want, strict=True):
+        assert error(got, exact) < (1e-6 if got.dtype == torch.float32 else 3e-3)
 
 
 @pytest.mark.parametrize("scan", [linear.fade, linear.fade_back], ids=["forth", "back"])

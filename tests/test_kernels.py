@@ -199,6 +199,26 @@ for shape, dtype, narrow, weighted in (
         limit = 1.6e-2 if got.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(got, grads.to(got.dtype), rtol=limit, atol=1e-4)
 """
+SCAN = """
+import torch
+from plait.mixers import delta
+for (K, V), rows, dtype in (
+    ((64, 40), [2] * 5, torch.float32),
+    ((128, 64), [1] * 3, torch.bfloat16),
+    ((5, 130), [3, 3, 2, 1, 1], torch.float32),
+    ((96, 16), [2], torch.bfloat16),
+):
+    N, E = sum(rows), rows[0] + 1
+    first, w, p = torch.randn(E, V, K).mT, torch.randn(N, V, K).mT, torch.randn(N, K, K).mT / K**0.5
+    for f in (delta.scan, delta.scan_back):
+        delta.takes_kernel = lambda *_: False
+        want = f(first.double(), p.double(), w.double(), rows, torch.float64)
+        delta.takes_kernel = lambda *_: True
+        for got, exact in zip(f(first, p, w.clone(), rows, dtype), want):
+            assert got.is_contiguous()
+            limit = 2**-7 if got.dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(got, exact.to(got.dtype), atol=1e-4, rtol=limit)
+"""
 ROWS = """
 import torch
 from plait.kernels.rows import times_rows
@@ -216,6 +236,7 @@ for N, C, G, X, J, dtype in (
 """
 KERNELS = {
     "rows": ROWS,
+    "scan": SCAN,
     "cross_entropy": CROSS_ENTROPY,
     "rotation": ROTATION,
     "swiglu": SWIGLU,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from itertools import groupby
 from typing import TypeGuard
 
 import torch
@@ -185,6 +186,13 @@ def least(dtype: torch.dtype) -> float:
 def takes_kernel(work: torch.dtype, x: Tensor) -> bool:
     """Whether kernels compute with operands of the dtype `work` on x's device."""
     return work == torch.bfloat16 and usable(x)
+
+
+def runs(state_EKV: Tensor, rows: list[int], *steps: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+    """Steps of the same states: (these, what the steps have, each [L, states, ...])."""
+    runs = [(n, len(list(run))) for n, run in groupby(rows)]
+    pieces = zip(*(x.split([n * length for n, length in runs]) for x in steps), strict=True)
+    return [(state_EKV[:n], [x.unflatten(0, (-1, n)) for x in own]) for (n, _), own in zip(runs, pieces, strict=True)]
 
 
 def drop_small_(x: Tensor) -> Tensor:

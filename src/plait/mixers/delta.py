@@ -43,6 +43,7 @@ from plait.mixers.chunked import (
     mul_rows,
     mul_rows_,
     pack,
+    runs,
     runs_in_bf16,
     sum_after,
     sum_rows,
@@ -220,8 +221,7 @@ class _DeltaChunk(torch.autograd.Function):
             dr_NCV = torch.bmm(inverse_NCC.mT, du_NCV)
             dw_NKV = add_mm(mm(old_NCK.mT, dr_NCV.to(work)), x.read().mT, do_NRV, x.scale)
             dlast_EKV = chunks.sort(dlast_BSKV).flatten(0, 1)
-            dfirst_EKV, dend_NKV = scan_back(dlast_EKV, p_NKK, dw_NKV, x.rows)
-            dend_NKV = dend_NKV.to(work)
+            dfirst_EKV, dend_NKV = scan_back(dlast_EKV, p_NKK, dw_NKV, x.rows, work)
             dr_NCV = add_mm(dr_NCV, x_NCK, dend_NKV)
 
             dq, dk, dg, dbeta = _grads(x, pairs, start_NKV, u_NCV, do_NRV, dr_NCV.to(work), dend_NKV)
@@ -304,11 +304,13 @@ def _solved(inverse_NCC: Tensor, x_NCX: Tensor, dtype: torch.dtype, gate_NCJ: Te
 @torch.library.custom_op("plait::scan", mutates_args=("w_NKV",))
 def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """S <- P S + W over the steps: the state before each chunk [N, K, V], rounded to the dtype, and the last of each
-    sequence [E, K, V]. Leaves the state after each chunk in W.
+    sequence [E, K, V]. W may be overwritten.
 
     rows: how many states take part in each step, falling; they are the first ones. One opaque operator, so that a
     compiled graph does not grow with the length.
     """
+    if _scans_in_kernel(w_NKV, dtype):
+        return _scan_kernel(first_EKV, p_NKK, w_NKV, rows, dtype, 1)
     E, blocks = len(first_EKV), [first_EKV, *w_NKV.split(rows)]
     for n, p, before, after in zip(rows, p_NKK.split(rows), blocks, blocks[1:], strict=False):
         after.baddbmm_(p, before if n == len(before) else before[:n])  # the host, too, has little time for a step
@@ -322,9 +324,14 @@ def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype
 
 
 @torch.library.custom_op("plait::scan_back", mutates_args=())
-def scan_back(dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    """The scan's gradient: dS <- P^T dS + dW against the steps. Gives that of first [E, K, V] and of every chunk's
-    outgoing state [N, K, V]."""
+def scan_back(
+    dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The scan's gradient: dS <- P^T dS + dW against the steps. Gives that of first [E, K, V] and, rounded to the
+    dtype, of every chunk's outgoing state [N, K, V]."""
+    if _scans_in_kernel(dw_NKV, dtype):
+        dend_NKV, dfirst_EKV = _scan_kernel(dlast_EKV, p_NKK, dw_NKV, rows, dtype, -1)
+        return dfirst_EKV, dend_NKV
     sizes = [len(dlast_EKV), *rows]
     ended = [size - n for size, n in zip(sizes, [*rows, 0], strict=True)]
     pieces = zip(dw_NKV.split([*rows, 0]), reversed(dlast_EKV.split(ended[::-1])), strict=True)
@@ -333,14 +340,35 @@ def scan_back(dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int])
     steps = list(zip(rows, p_NKK.split(rows), blocks, blocks[1:], strict=False))
     for n, p, before, after in reversed(steps):
         before[:n].baddbmm_(p.mT, after)
-    return blocks[0].clone(), states[len(dlast_EKV) :]
+    return blocks[0].clone(), states[len(dlast_EKV) :].to(dtype)
+
+
+def _scans_in_kernel(w_NKV: Tensor, dtype: torch.dtype) -> bool:
+    if not takes_kernel(dtype, w_NKV):
+        return False
+    from plait.kernels.scan import LARGEST
+
+    return w_NKV.shape[1] <= LARGEST
+
+
+def _scan_kernel(
+    first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype, order: int
+) -> tuple[Tensor, Tensor]:
+    """The state before each step, in their order or against it, and the last of each sequence."""
+    from plait.kernels.scan import scan_
+
+    states_NKV = w_NKV.new_empty(w_NKV.shape, dtype=dtype)
+    state_EKV = first_EKV.clone(memory_format=torch.contiguous_format)
+    for going, (p, w, before) in runs(state_EKV, rows, p_NKK, w_NKV, states_NKV)[::order]:
+        scan_(going, p, w, before, order)
+    return states_NKV, state_EKV
 
 
 @scan.register_fake
 def _(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(w_NKV, dtype=dtype), torch.empty_like(first_EKV)
+    return w_NKV.new_empty(w_NKV.shape, dtype=dtype), first_EKV.new_empty(first_EKV.shape)
 
 
 @scan_back.register_fake
-def _(dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dlast_EKV), torch.empty_like(dw_NKV)
+def _(dlast_EKV: Tensor, p_NKK: Tensor, dw_NKV: Tensor, rows: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return dlast_EKV.new_empty(dlast_EKV.shape), dw_NKV.new_empty(dw_NKV.shape, dtype=dtype)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from plait.mixers.chunked import (
     mul_rows,
     mul_rows_,
     pack,
+    runs,
     runs_in_bf16,
     sum_after,
     takes_kernel,
@@ -221,7 +222,7 @@ def fade(
     """
     states = w_NKV.new_empty(w_NKV.shape, dtype=dtype)
     state = first_EKV.clone(memory_format=torch.contiguous_format)
-    for going, (keep, w, before) in _runs(state, rows, keep_NJ1, w_NKV, states):
+    for going, (keep, w, before) in runs(state, rows, keep_NJ1, w_NKV, states):
         _fade(going, keep, w, before, 1)
     return states, state
 
@@ -234,20 +235,13 @@ def fade_back(
     dtype, of every chunk's outgoing state [N, K, V]."""
     grads = dw_NKV.new_empty(dw_NKV.shape, dtype=dtype)
     grad = dlast_EKV.clone(memory_format=torch.contiguous_format)
-    for going, (keep, dw, after) in reversed(_runs(grad, rows, keep_NJ1, dw_NKV, grads)):
+    for going, (keep, dw, after) in reversed(runs(grad, rows, keep_NJ1, dw_NKV, grads)):
         _fade(going, keep, dw, after, -1)
     return grad, grads
 
 
 LONG = 64
 """steps from which on a scan on a GPU goes by groups, where it has no kernel"""
-
-
-def _runs(state_EKV: Tensor, rows: list[int], *steps: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
-    """Steps of the same states: (these, what the steps have, each [L, states, ...])."""
-    runs = [(n, len(list(run))) for n, run in groupby(rows)]
-    pieces = zip(*(x.split([n * length for n, length in runs]) for x in steps), strict=True)
-    return [(state_EKV[:n], [x.unflatten(0, (-1, n)) for x in own]) for (n, _), own in zip(runs, pieces, strict=True)]
 
 
 def _fade(state_EKV: Tensor, keep_LEJ1: Tensor, w_LEKV: Tensor, before_LEKV: Tensor, order: int) -> None:
