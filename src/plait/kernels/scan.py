@@ -16,10 +16,8 @@ from torch import Tensor
 HALF = 64
 """rows of a state in one tile; there are at most two"""
 LARGEST = 2 * HALF
-COLUMNS, WARPS = 16, 4
-"""columns of a state that a program carries: few, for with few states many programs must share the work of a step"""
-STAGES = tl.constexpr(2)
-"""P of the next step is under way: it does not wait for the state. Both fit into the shared memory of every GPU."""
+COLUMNS = 16
+"""of a state that a program carries, the fewest: where there are few states many must share the work of a step"""
 
 
 def scan_(state_EKV: Tensor, p_LEKK: Tensor, w_LEKV: Tensor, before_LEKV: Tensor, order: int) -> None:
@@ -32,7 +30,7 @@ def scan_(state_EKV: Tensor, p_LEKK: Tensor, w_LEKV: Tensor, before_LEKV: Tensor
     with torch.cuda.device_of(w_LEKV):
         _scan[(E * triton.cdiv(V, COLUMNS),)](
             state_EKV, p_LEKK, w_LEKV, before_LEKV, L, E,
-            BACK=order < 0, TWO=rows < K, K=K, V=V, ROWS=rows, COLUMNS=COLUMNS, num_warps=WARPS,
+            BACK=order < 0, TWO=rows < K, K=K, V=V, ROWS=rows, COLUMNS=COLUMNS,
         )  # fmt: skip
 
 
@@ -52,7 +50,8 @@ def _scan(
     top = tl.load(state + at, mask=own, other=0)
     if TWO:
         bottom = tl.load(state + at_2, mask=own_2, other=0)
-    for step in tl.range(L, num_stages=STAGES):
+    # P of the next steps is under way: it does not wait for the state. As many as fit into every GPU's shared memory.
+    for step in tl.range(L, num_stages=2 if TWO else 3):
         n = (L - 1 - step if BACK else step) * E + e
         tl.store(before + n * K * V + at, top, mask=own)
         after = tl.load(w + n * K * V + at, mask=own, other=0)
