@@ -18,9 +18,6 @@ E = sequences * heads, J 1 or K.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -240,55 +237,20 @@ def fade_back(
     return grad, grads
 
 
-LONG = 64
-"""steps from which on a scan on a GPU goes by groups, where it has no kernel"""
-
-
 def _fade(state_EKV: Tensor, keep_LEJ1: Tensor, w_LEKV: Tensor, before_LEKV: Tensor, order: int) -> None:
-    """S <- keep S + W in place over L steps, or with order -1 against them, noting what S was before each.
-
-    One kernel on a GPU. Without it many steps of little work wait for their launches. They go in groups: side by side
-    from zero, then S from group to group, and what a group began with is added to its steps as far as it lasts.
-    """
+    """S <- keep S + W in place over L steps, or with order -1 against them, noting what S was before each."""
     if usable(w_LEKV):
         from plait.kernels.fade import fade_
 
         fade_(state_EKV, keep_LEJ1, w_LEKV, before_LEKV, order)
         return
-    L = len(w_LEKV)
-    size = _group(w_LEKV)
-    grouped = L - L % size if size > 1 else 0
-    for begin, end in ((0, grouped), (grouped, L))[::order]:
-        keep, w, before = (x[begin:end] for x in (keep_LEJ1, w_LEKV, before_LEKV))
-        wide = before if before.dtype == w.dtype else torch.empty_like(w)
-        if begin == grouped:
-            _fade_steps(state_EKV, keep.unbind(), w.unbind(), wide.unbind(), order)
-            if wide is not before:
-                before.copy_(wide)
-            continue
-        keep, w, wide, before = (x.unflatten(0, (-1, size)) for x in (keep, w, wide, before))
-        total, lasts = torch.zeros_like(w[:, 0]), torch.ones_like(keep)
-        _fade_steps(total, keep.unbind(1), w.unbind(1), wide.unbind(1), order)
-        steps = range(size)[::order]
-        for here, there in pairwise(steps):
-            torch.mul(lasts[:, here], keep[:, here], out=lasts[:, there])
-        whole, starts = lasts[:, steps[-1]] * keep[:, steps[-1]], torch.empty_like(total)
-        _fade(state_EKV, whole, total, starts, order)
-        torch.addcmul(wide, lasts, starts[:, None], out=before)
-
-
-def _group(w_LEKV: Tensor) -> int:
-    return math.isqrt(len(w_LEKV)) if w_LEKV.is_cuda and len(w_LEKV) >= LONG else 1
-
-
-def _fade_steps(
-    state: Tensor, keep: Sequence[Tensor], w: Sequence[Tensor], before: Sequence[Tensor], order: int
-) -> None:
-    steps = range(len(w))[::order]
-    if steps:
-        before[steps[0]].copy_(state)
-    for j, after in zip(steps, [*(before[i] for i in steps[1:]), state], strict=False):
-        torch.addcmul(w[j], before[j], keep[j], out=after)
+    wide_LEKV = before_LEKV if before_LEKV.dtype == w_LEKV.dtype else torch.empty_like(w_LEKV)
+    keep, w, before = (x.unbind()[::order] for x in (keep_LEJ1, w_LEKV, wide_LEKV))
+    before[0].copy_(state_EKV)
+    for keep_j, w_j, before_j, after_j in zip(keep, w, before, (*before[1:], state_EKV), strict=True):
+        torch.addcmul(w_j, before_j, keep_j, out=after_j)
+    if wide_LEKV is not before_LEKV:
+        before_LEKV.copy_(wide_LEKV)
 
 
 @fade.register_fake
