@@ -14,9 +14,11 @@ from mixers.rules import RULES, Rule, by_sequence, gradients, make_decays, to
 from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
+from plait.kernels import usable
 from plait.mixers import chunked, delta, gla, linear
 from plait.mixers.attention import attend, attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
+from plait.mixers.mamba2 import scale_heads
 from plait.mixers.norm import Norm
 from plait.mixers.seq import Seq
 from plait.model.block import Mlp
@@ -264,11 +266,10 @@ def test_gla_takes_its_decays_from_the_kernel(tokens, monkeypatch):
     assert len(launched) == 6
 
 
-@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("strong", [0.0, 0.02])
 @pytest.mark.parametrize(("C", "G", "K"), [(16, 1, 64), (32, 3, 5), (64, 1, 256), (128, 3, 96)])
-def test_kernels_of_pair_sums(C, G, K, strong, channels):
-    """In bf16, beside the formulas in float64. Per channel the factors of products are rounded."""
+def test_kernels_of_pair_sums_by_channels(C, G, K, strong):
+    """In bf16, beside the formulas in float64. The factors of products are rounded."""
     rng = torch.Generator().manual_seed(0)
     k, q = (torch.randn(5, n * C, K, generator=rng).bfloat16().cuda() for n in (1, G))
     g = make_decays((5, C, K), 0.2, strong, rng).cuda()
@@ -276,25 +277,25 @@ def test_kernels_of_pair_sums(C, G, K, strong, channels):
     found = []
     for x, dtype in ((k, torch.float32), (k.double(), torch.float64)):
         kernel = dtype == torch.float32
-        decay = ChannelDecay(g.to(dtype).exp(), 0.7, kernel) if channels else ScalarDecay(g[..., 0], dtype, 0.7, kernel)
+        decay = ChannelDecay(g.to(dtype).exp(), 0.7, kernel)
         pairs = decay.pairs(x, q.to(x), x, first=x.dtype, times=times if kernel else None)
         if not kernel:
             pairs[1] *= times
         assert not any(p.unflatten(1, (-1, C)).triu(1).any() for p in pairs)
         found.append((*pairs, decay.enter_NCJ, decay.leave_NCJ))
-    bounds = (4e-3, 3e-3 if channels else 1e-5, 1e-5, 1e-5)
-    for got, want, bound in zip(*found, bounds, strict=True):
+    for got, want, bound in zip(*found, (4e-3, 3e-3, 1e-5, 1e-5), strict=True):
         assert error(got, want) < bound
 
 
 @pytest.mark.parametrize(("C", "K", "V"), [(16, 64, 5), (32, 5, 256), (128, 96, 128), (256, 256, 64)])
-def test_kernel_of_erasing_pairs_backwards(C, K, V):
-    """In bf16, beside the formula in float64."""
+def test_kernels_of_erasing_pairs(C, K, V):
+    """In bf16, beside the formula in float64, and its gradients."""
     rng = torch.Generator().manual_seed(0)
     k, dy, y = (torch.randn(5, C, size, generator=rng).bfloat16().cuda() for size in (K, V, V))
     g, times = make_decays((5, C), 0.2, 0.02, rng).cuda(), torch.rand(5, C, 1, generator=rng).cuda()
-    got = ScalarDecay(g, torch.float32, 0.7, True).erase_grads(k, dy, y, times)
-    decay, gate = ScalarDecay(g, torch.float64, 1.0), times.double()
+    kernel, decay, gate = ScalarDecay(g, torch.float32, 0.7, True), ScalarDecay(g, torch.float64, 1.0), times.double()
+    assert error(kernel.erase(k, times), decay.pairs(k.double(), k.double())[0] * gate) < 1e-5
+    got = kernel.erase_grads(k, dy, y, times)
     d = (dy.double() @ y.double().mT).tril(-1) * decay.pair_NCC
     moved = d * (k.double() @ k.double().mT)
     want = d * gate, moved.sum(-1, keepdim=True), (moved * gate).sum(1)[..., None]
@@ -360,6 +361,7 @@ def test_kernel_of_the_scan_of_the_delta_rule(rows, K, V, scan):
     rng, N, E = torch.Generator().manual_seed(0), sum(rows), rows[0] + 1
     first, w = (torch.randn(n, K, V, generator=rng).cuda() for n in (E, N))
     p = torch.randn(N, K, K, generator=rng).cuda() / (2 * K**0.5)
+    assert delta._scans_in_kernel(w, torch.bfloat16)
     want = scan(first.double(), p.double(), w.double(), rows, torch.float64)
     for got, exact in zip(scan(first, p, w, rows, torch.bfloat16), want, strict=True):
         assert error(got, exact) < (1e-6 if got.dtype == torch.float32 else 3e-3)
@@ -374,6 +376,7 @@ def test_kernel_of_the_scan_of_linear_attention(rows, K, V, channels, scan):
     rng, N, E = torch.Generator().manual_seed(0), sum(rows), rows[0] + 1
     first, w = (torch.randn(n, K, V, generator=rng).cuda() for n in (E, N))
     keep = (torch.rand(N, 2, K if channels else 1, generator=rng) ** 0.1).cuda()[:, -1, :, None]
+    assert usable(w)
     want = scan(first.double(), keep.double(), w.double(), rows, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         for got, exact in zip(scan(first, keep, w, rows, dtype), want, strict=True):
@@ -385,10 +388,24 @@ def test_kernel_of_rows_times_numbers(shape):
     C, X = shape
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(7, 3 * C, 2 * X, generator=rng).bfloat16().cuda()[..., X:]
+    assert usable(x)
     for gate in (torch.randn(7, C, size, generator=rng).cuda() for size in (1, X)):
         want = (x.unflatten(1, (3, C)) * gate[:, None]).flatten(1, 2)
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(chunked.mul_rows(x, gate, dtype), want.to(dtype))
+
+
+def test_values_of_mamba2():
+    """x times a step size of each head, rounded once, and the gradients of both."""
+    rng = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(2, 70, 3, 80, generator=rng).bfloat16().cuda()[..., 40:] for _ in range(2))
+    dt = torch.rand(2, 70, 3, generator=rng).cuda()
+    leaves = x.requires_grad_(), dt.requires_grad_()
+    v, want = scale_heads(*leaves), x.float() * dt[..., None]
+    assert torch.equal(v, want.bfloat16())
+    exact = torch.autograd.grad(want, leaves, grad.float())
+    for got, y, bound in zip(torch.autograd.grad(v, leaves, grad), exact, (4e-3, 1e-5), strict=True):
+        assert error(got, y) < bound
 
 
 def test_gradients_of_attention_whatever_their_layout():

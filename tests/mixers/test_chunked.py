@@ -34,7 +34,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.bench.timing import saved_bytes
-from plait.mixers import chunked
+from plait.mixers import chunked, delta, linear
+from plait.mixers import seq as seq_module
 from plait.mixers.chunked import ChannelDecay, ScalarDecay, exp, mul_rows, product
 from plait.mixers.seq import Chunks, Seq
 
@@ -509,3 +510,38 @@ def test_cuda_packed(rule: Rule) -> None:
     inputs = rule.make_inputs(1, 203, 2, 2, 16, 8, strong=0.05, sequences=3)
     ours = gradients(rule.chunk(packed(lengths, torch.device("cuda"))), [x.cuda() for x in inputs])
     rule.assert_same([x.cpu() for x in ours], gradients(by_sequence(rule, lengths), inputs))
+
+
+@pytest.mark.parametrize(("T", "lengths"), [(50, None), (1, None), (150, [70, 0, 80])])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_words_are_packed_as_numbers_are(T, lengths, dtype, heads_first, monkeypatch) -> None:
+    """As on a GPU: several numbers at a time, where they lie so."""
+    seq, B = (dense(3, T), 3) if lengths is None else (packed(lengths), 1)
+    for size in (64, 40, 8, 5):
+        x = torch.randn(B, 4, T, 3 * size).transpose(1, 2) if heads_first else torch.randn(B, T, 4, 3 * size)
+        x = x.to(dtype)[..., size : 2 * size]
+        found = []
+        for words in (lambda x: None, seq_module._as_words):
+            monkeypatch.setattr(seq_module, "_words", words)
+            chunks = seq.chunks(16).pack(x)
+            found.append((chunks, seq.chunks(16).unpack(chunks)))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[1][1], x)
+
+
+def test_words_of_memory() -> None:
+    x = torch.randn(2, 3, 4, 48)
+    words = seq_module._as_words(x[..., 4:20])
+    assert words is not None and words.shape == (2, 3, 4, 4) and words.data_ptr() == x.data_ptr() + 16
+    for other in (x[..., 1:17], x[..., :6], x[..., ::2], x.double()[..., :3], x[..., :4], x[0], torch._neg_view(x)):
+        assert seq_module._as_words(other) is None
+
+
+@pytest.mark.parametrize("rows", [[3] * 4, [3, 2, 2, 1]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operators_are_what_they_are_traced_as(rows, dtype) -> None:
+    """Shapes, strides and what is written to."""
+    N, E, K, V = sum(rows), 3, 5, 4
+    first, w, p, keep = (torch.randn(n, *shape) for n, shape in ((E, (K, V)), (N, (K, V)), (N, (K, K)), (N, (K, 1))))
+    for op, own in ((linear.fade, keep), (linear.fade_back, keep), (delta.scan, p), (delta.scan_back, p)):
+        torch.library.opcheck(op, (first, own, w, rows, dtype))

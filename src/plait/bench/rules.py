@@ -33,10 +33,10 @@ from plait.bench.rows import (
     measure,
 )
 from plait.bench.timing import reason, saved_bytes
-from plait.mixers.chunked import scale_heads
 from plait.mixers.delta import delta_chunk
 from plait.mixers.fla import why_not
 from plait.mixers.linear import linear_chunk, linear_naive
+from plait.mixers.mamba2 import scale_heads
 from plait.mixers.seq import Seq
 
 Side = tuple[Callable[..., Tensor], list[Tensor]]

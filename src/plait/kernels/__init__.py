@@ -1,8 +1,8 @@
 """Triton kernels for GPUs, where the time of updates and of chunked recurrences goes into reading and writing tensors.
 
 Each replaces a formula of PyTorch, which stands beside its call and is taken everywhere else: on CPUs, in float64,
-without Triton, on GPUs other than NVIDIA's from Ampere on, and where torch.compile makes kernels of its own. The
-modules import Triton: ask `usable` first.
+without Triton, on GPUs other than NVIDIA's from Ampere on, and where torch.compile makes kernels of its own (scans are
+operators that it does not look into, and keep theirs). The modules import Triton: ask `usable` first.
 """
 
 from __future__ import annotations

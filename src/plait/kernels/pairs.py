@@ -1,4 +1,5 @@
-"""Pair sums of chunked recurrences in bf16, of which nothing but the result goes to memory (mixers/chunked.py).
+"""Pair sums of chunked recurrences in bf16, what is read by them, and their gradients (mixers/chunked.py). Nothing but
+the results goes to memory.
 
 Shapes: N = chunks * states, C tokens of a chunk, R = G * C rows of G queries (or one of keys), K key size,
 V value size.
@@ -18,38 +19,32 @@ SUB = 16
 """tokens of a sub-block, the fewest rows of a product on tensor cores"""
 
 
-def scalar_pairs(
-    x_NRK: Tensor, k_NCK: Tensor, b_NC: Tensor, scale: float, dtype: torch.dtype, times_NC1: Tensor | None = None
-) -> Tensor:
-    """scale * x_t k_s 2^(b_t - b_s) for s <= t, else 0; and times a number of row t. b: fp64."""
-    (N, R, K), C = x_NRK.shape, k_NCK.shape[1]
-    out_NRC = x_NRK.new_empty(N, R, C, dtype=dtype)
+def erasing_pairs(k_NCK: Tensor, b_NC: Tensor, times_NC1: Tensor) -> Tensor:
+    """times_t * k_t k_s 2^(b_t - b_s) for s <= t, else 0, in fp32. b: fp64."""
+    N, C, K = k_NCK.shape
+    out_NCC = k_NCK.new_empty(N, C, C, dtype=torch.float32)
     tile = min(C, 64)
     sizes = {"C": C, "K": K, "TILE": tile, "CHANNELS": min(triton.next_power_of_2(max(K, 16)), 128)}
-    own = (x.contiguous() for x in (x_NRK, k_NCK, b_NC, b_NC if times_NC1 is None else times_NC1))
-    with torch.cuda.device_of(x_NRK):
-        _scalar[(N * R // C * (C // tile) ** 2,)](*own, out_NRC, R // C, scale, TIMES=times_NC1 is not None, **sizes)
-    return out_NRC
+    own = (x.contiguous() for x in (k_NCK, b_NC, times_NC1))
+    with torch.cuda.device_of(k_NCK):
+        _erasing[(N * (C // tile) ** 2,)](*own, out_NCC, **sizes)
+    return out_NCC
 
 
 @triton.jit
-def _scalar(
-    x, k, b, times, out, G, scale,
-    C: tl.constexpr, K: tl.constexpr, TIMES: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr,
+def _erasing(
+    k, b, times, out, C: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """A program for each tile of a query's [C, C]."""
+    """A program for each tile of a chunk's [C, C]."""
     tiles = C // TILE
-    query = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
-    n, i, j = query // G, tl.program_id(0) // tiles % tiles, tl.program_id(0) % tiles
+    n = (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
+    i, j = tl.program_id(0) // tiles % tiles, tl.program_id(0) % tiles
     t, s = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     pairs = tl.zeros((TILE, TILE), tl.float32)
     if j <= i:
-        pairs = _products(x, k, query * C + t, n * C + s, K, TILE, CHANNELS)
-        decay = _decays(b + n * C, t, s) * scale
-        if TIMES:
-            decay *= tl.load(times + n * C + t)[:, None]
-        pairs *= decay
-    tl.store(out + (query * C + t[:, None]) * C + s[None, :], pairs)
+        pairs = _products(k, k, n * C + t, n * C + s, K, TILE, CHANNELS) * _decays(b + n * C, t, s)
+        pairs *= tl.load(times + n * C + t)[:, None]
+    tl.store(out + (n * C + t[:, None]) * C + s[None, :], pairs)
 
 
 @triton.jit
@@ -76,7 +71,8 @@ def scalar_reads(
     x_NRK: Tensor, k_NCK: Tensor, y_NCV: Tensor, state_NKV: Tensor, b_NC: Tensor, scale: float,
     times_NRV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """O = scale * 2^b_t x_t S + P y, with P = scalar_pairs(x, k, b, scale), which is rounded to the operands' dtype.
+    """O = scale * 2^b_t x_t S + P y, where P_ts = scale * x_t k_s 2^(b_t - b_s) for s <= t, else 0, and is rounded to
+    the operands' dtype.
 
     Gives O in x's dtype and, with rows to multiply it with, the sums of these products over each row [N, R, 1]: of all
     of O, and of what comes from S.
@@ -101,6 +97,7 @@ def _read(
     out = x.new_empty(N, rows, V, dtype=dtype)
     tile, columns = min(C, 64), min(triton.next_power_of_2(max(V, 16)), 128)
     across = triton.cdiv(V, columns)
+    assert times is None or state_NKV is not None
     sums = x.new_empty(across, 2, N, rows if times is not None else 0, 1, dtype=torch.float32)
     state = y if state_NKV is None else state_NKV
     own = (x.contiguous() for x in (x, k, y, b_NC, y if times is None else times))
@@ -160,8 +157,8 @@ def _reads(
 def erasing_pairs_back(
     k_NCK: Tensor, dy_NCV: Tensor, y_NCV: Tensor, b_NC: Tensor, times_NC1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of A = times_t * P, where P is scalar_pairs(k, k, b, 1) without those of a token with itself and A y has the
-    gradient dy: D the gradient of k k^T, in k's dtype; row sums of P dA; and column sums of A dA, both [N, C, 1]."""
+    """Of A = times_t * P = erasing_pairs without those of a token with itself, where A y has the gradient dy: D the
+    gradient of k k^T, in k's dtype; row sums of P dA; and column sums of A dA, both [N, C, 1]."""
     (N, C, K), V = k_NCK.shape, y_NCV.shape[2]
     tile = min(C, 64)
     d_NCC, sums = k_NCK.new_empty(N, C, C), b_NC.new_empty(N, 2, C // tile, C, 1, dtype=torch.float32)

@@ -115,7 +115,7 @@ def attend_last(q_BTHE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, sink_H: Tensor |
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BLGE, v_BLGE))
     if q_BTHE.is_cuda and (learns or not _cudnn_serves(q, k, v)):
         bias, gqa = causal_lower_right(T, k.shape[2]), q.shape[1] != k.shape[1]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=E**-0.5, enable_gqa=gqa)
+        o = _sdpa(q, k, v, attn_mask=bias, scale=E**-0.5, enable_gqa=gqa)
     else:
         o = _in_two(q, k, v, E**-0.5)
     return o.transpose(1, 2)[..., :E]
@@ -197,9 +197,15 @@ class _OneLayout(torch.autograd.Function):
     passes by the layout of q, k and v alone, and runs one that was made for strided gradients, as come from the
     concatenation of heads, with others: what it gives is wrong then, or it reads outside of them."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, o_BHTE: Tensor) -> Tensor:
+    def forward(o_BHTE: Tensor) -> Tensor:
         return o_BHTE.view_as(o_BHTE)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
 
     @staticmethod
     def backward(ctx, grad_BHTE: Tensor) -> Tensor:
@@ -208,7 +214,7 @@ class _OneLayout(torch.autograd.Function):
 
 def _sdpa(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, **options: Any) -> Tensor:
     o_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
-    if not o_BHTE.is_cuda or not o_BHTE.requires_grad:
+    if not (o_BHTE.is_cuda and o_BHTE.requires_grad and o_BHTE.dtype in (torch.bfloat16, torch.float16)):
         return o_BHTE
     return _OneLayout.apply(o_BHTE)  # pyright: ignore[reportReturnType]
 

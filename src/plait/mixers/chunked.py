@@ -26,7 +26,6 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plait.kernels import usable
 from plait.mixers.seq import Chunks
@@ -43,6 +42,11 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 
 def runs_in_bf16(*operands: Tensor) -> bool:
     return all(x.is_cuda and x.dtype == torch.bfloat16 for x in operands)
+
+
+def working_dtype(wide: torch.dtype, *operands: Tensor) -> torch.dtype:
+    """Of products: bf16 where operands are that on a GPU and nothing else is wider than fp32."""
+    return torch.bfloat16 if wide == torch.float32 and runs_in_bf16(*operands) else wide
 
 
 def decay_of_state(g_BS: Tensor) -> Tensor:
@@ -106,30 +110,6 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return _rounded(torch.mul, a, b, dtype=dtype)
 
 
-class _ScaleHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_BTHV, by_BTH):
-        ctx.save_for_backward(x_BTHV, by_BTH)
-        return _scaled(x_BTHV, by_BTH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_BTHV):
-        x_BTHV, by_BTH = ctx.saved_tensors
-        return _scaled(grad_BTHV, by_BTH), (grad_BTHV.to(by_BTH.dtype) * x_BTHV).sum(-1)
-
-
-def _scaled(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
-    return mul_rows(x_BTHV.flatten(0, 1), by_BTH.flatten(0, 1)[..., None]).view(x_BTHV.shape)
-
-
-def scale_heads(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
-    """x times a number for each head, at least as wide, rounded once."""
-    if not x_BTHV.is_cuda:
-        return (x_BTHV * by_BTH[..., None]).to(x_BTHV.dtype)
-    return _ScaleHeads.apply(x_BTHV, by_BTH)
-
-
 def _rounded(op: Callable[..., Tensor], *operands: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.compiler.is_compiling() or functools.reduce(torch.promote_types, (x.dtype for x in operands)) == dtype:
         return op(*operands).to(dtype)
@@ -190,9 +170,27 @@ def takes_kernel(work: torch.dtype, x: Tensor) -> bool:
 
 def runs(state_EKV: Tensor, rows: list[int], *steps: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
     """Steps of the same states: (these, what the steps have, each [L, states, ...])."""
-    runs = [(n, len(list(run))) for n, run in groupby(rows)]
-    pieces = zip(*(x.split([n * length for n, length in runs]) for x in steps), strict=True)
-    return [(state_EKV[:n], [x.unflatten(0, (-1, n)) for x in own]) for (n, _), own in zip(runs, pieces, strict=True)]
+    sizes = [(n, len(list(run))) for n, run in groupby(rows)]
+    pieces = zip(*(x.split([n * length for n, length in sizes]) for x in steps), strict=True)
+    return [(state_EKV[:n], [x.unflatten(0, (-1, n)) for x in own]) for (n, _), own in zip(sizes, pieces, strict=True)]
+
+
+def scan_runs(
+    step: Callable[..., None],
+    first_EKV: Tensor,
+    own_N: Tensor,
+    w_NKV: Tensor,
+    rows: list[int],
+    dtype: torch.dtype,
+    order: int,
+) -> tuple[Tensor, Tensor]:
+    """step(state, own, w, before, order) on every run of steps, in their order (1) or against it (-1): what it leaves
+    in `before`, in a dtype, and in the state of each sequence, which starts as `first`."""
+    before_NKV = w_NKV.new_empty(w_NKV.shape, dtype=dtype)
+    state_EKV = first_EKV.clone(memory_format=torch.contiguous_format)
+    for going, parts in runs(state_EKV, rows, own_N, w_NKV, before_NKV)[::order]:
+        step(going, *parts, order)
+    return before_NKV, state_EKV
 
 
 def drop_small_(x: Tensor) -> Tensor:
@@ -225,11 +223,6 @@ def make_decay(
     if g_BTS.ndim == 4:
         return ChannelDecay(pack(g_BTS, dtype, num_states, chunks, exp), scale, kernel)
     return ScalarDecay(pack(g_BTS, torch.float64, num_states, chunks), dtype, scale, kernel)
-
-
-def _by_kernel(kernel: Callable[..., Tensor], rows, dtypes, times: Tensor | None, *own) -> list[Tensor]:
-    gates = [*[None] * (len(rows) - 1), times]
-    return [kernel(x, *own, dtype, gate) for x, dtype, gate in zip(rows, dtypes, gates, strict=True)]
 
 
 class ScalarDecay:
@@ -269,10 +262,6 @@ class ScalarDecay:
         """P_NRC of each of `rows` [N, R, K], of the first in a dtype of its own; of the last times a number each row,
         [N, C, 1], if that is given."""
         dtypes = [first or self._dtype, *[self._dtype] * (len(rows) - 1)]
-        if self.kernel:
-            from plait.kernels.pairs import scalar_pairs
-
-            return _by_kernel(scalar_pairs, rows, dtypes, times, k_NCK, self._sum_NC, self._scale)
         pairs = [use_rows(mm(x, k_NCK.mT), self.pair_NCC, dtype) for x, dtype in zip(rows, dtypes, strict=True)]
         if times is not None:
             mul_rows_(pairs[-1], times)
@@ -316,10 +305,17 @@ class ScalarDecay:
         dk_NCK, k_moved_NC1, leave_NC1 = scalar_reads_back(do_NRV, y_NCV, x_NRK, dstate_NKV.mT, *own, dtype, k_NCK)
         return dx_NRK, dk_NCK, sum_rows(x_moved_NR1, k_NCK.shape[1]) - k_moved_NC1, leave_NC1
 
+    def erase(self, k_NCK: Tensor, times_NC1: Tensor) -> Tensor:
+        """A = times * P of P = pairs(k, k) with scale 1, in fp32."""
+        from plait.kernels.pairs import erasing_pairs
+
+        return erasing_pairs(k_NCK, self._sum_NC, times_NC1)
+
     def erase_grads(
         self, k_NCK: Tensor, dy_NCV: Tensor, y_NCV: Tensor, times_NC1: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """erasing_pairs_back"""
+        """What the gradient dy of A y, below the diagonal, gives: the gradient of k k^T; of `times`, row sums; and
+        column sums, what it takes from that of b. Both [N, C, 1]."""
         from plait.kernels.pairs import erasing_pairs_back
 
         return erasing_pairs_back(k_NCK, dy_NCV, y_NCV, self._sum_NC, times_NC1)
@@ -348,7 +344,7 @@ class ScalarDecay:
         return dq_NRK, dk_NCK, db_NC1
 
 
-def has_kernel(decay: ScalarDecay | ChannelDecay) -> TypeGuard[ScalarDecay]:
+def reads_by_kernel(decay: ScalarDecay | ChannelDecay) -> TypeGuard[ScalarDecay]:
     """Whether it reads by kernels, and has the gradients from them."""
     return isinstance(decay, ScalarDecay) and decay.kernel
 
@@ -450,7 +446,8 @@ class ChannelDecay:
         if self._kernel:
             from plait.kernels.pairs import channel_pairs
 
-            return _by_kernel(channel_pairs, rows, dtypes, times, k_NCK, self.factor_NCK, self.scale)
+            gates, own = [*[None] * (len(rows) - 1), times], (k_NCK, self.factor_NCK, self.scale)
+            return [channel_pairs(x, *own, d, gate) for x, d, gate in zip(rows, dtypes, gates, strict=True)]
         assert times is None  # they are saved as they are
         x_NXCK = self._stack(rows, C)
         sizes = [x.shape[1] // C for x in rows]

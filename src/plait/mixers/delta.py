@@ -36,15 +36,14 @@ from plait.mixers.chunked import (
     add_mm,
     chunk_length,
     decay_of_state,
-    has_kernel,
     least,
     make_decay,
     mm,
     mul_rows,
     mul_rows_,
     pack,
-    runs,
-    runs_in_bf16,
+    reads_by_kernel,
+    scan_runs,
     sum_after,
     sum_rows,
     takes_kernel,
@@ -52,6 +51,7 @@ from plait.mixers.chunked import (
     use_rows,
     wide_dtype,
     widen,
+    working_dtype,
 )
 from plait.mixers.seq import Chunks, Seq
 
@@ -145,7 +145,7 @@ class _Chunked(NamedTuple):
         q_BTHK: Tensor, k_BTSK: Tensor, v_BTSV: Tensor, g_BTS: Tensor, beta_BTS: Tensor, chunks: Chunks
     ) -> _Chunked:
         wide = wide_dtype(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS)
-        work = torch.bfloat16 if runs_in_bf16(q_BTHK, k_BTSK, v_BTSV) else wide
+        work = working_dtype(wide, q_BTHK, k_BTSK, v_BTSV)
         S, scale = k_BTSK.shape[2], k_BTSK.shape[3] ** -0.5
         return _Chunked(
             q_NRK=pack(q_BTHK, work, S, chunks),
@@ -180,24 +180,28 @@ class _DeltaChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, chunks)
             work = x.k_NCK.dtype
-            beta_NC1, saves = x.beta_NC1 / x.scale, x.decay.saves_pairs
-            times = None if saves else beta_NC1
-            queries = [] if has_kernel(x.decay) else [x.q_NRK]
-            *mix, erase_NCC = x.decay.pairs(x.k_NCK, *queries, x.k_NCK, first=work if queries else None, times=times)
-            inverse_NCC = _unit_inverse(erase_NCC * beta_NC1 if saves else erase_NCC, work)
+            pairs, saves = [], x.decay.saves_pairs
+            if reads_by_kernel(x.decay):
+                erase_NCC = x.decay.erase(x.k_NCK, x.beta_NC1)
+            else:
+                beta_NC1 = x.beta_NC1 / x.scale
+                times = None if saves else beta_NC1
+                pairs = x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK, first=work, times=times)
+                erase_NCC = pairs[1] * beta_NC1 if saves else pairs[1]
+            inverse_NCC = _unit_inverse(erase_NCC, work)
             old_NCK, x_NCK, p_NKK = x.transfer(inverse_NCC)
             r_NCV = mul_rows(x.v_NCV, x.beta_NC1)
             w_NKV = mm(x_NCK.mT, r_NCV)
             first_EKV = chunks.sort(state_BSKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = scan(first_EKV, p_NKK, w_NKV, x.rows, work)
             u_NCV = _solved(inverse_NCC, add_mm(r_NCV, old_NCK, start_NKV), work)
-            if has_kernel(x.decay):
+            if reads_by_kernel(x.decay):
                 o_NRV = x.decay.read(x.q_NRK, x.k_NCK, u_NCV, start_NKV)
             else:
-                o_NRV = add_mm(torch.bmm(mix[0], u_NCV), x.read(), start_NKV, x.scale)
+                o_NRV = add_mm(torch.bmm(pairs[0], u_NCV), x.read(), start_NKV, x.scale)
         ctx.chunks = chunks
-        pairs = (*mix, erase_NCC) if saves else ()
-        ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, inverse_NCC, start_NKV, u_NCV, *pairs)
+        kept = (inverse_NCC, start_NKV, u_NCV, *(pairs if saves else []))
+        ctx.save_for_backward(q_BTHK, k_BTSK, v_BTSV, g_BTS, beta_BTS, *kept)
         last_BSKV = chunks.unsort(last_EKV.view(state_BSKV.shape))
         return unpack(o_NRV, q_BTHK.shape[2], v_BTSV.dtype, chunks), last_BSKV
 
@@ -210,7 +214,7 @@ class _DeltaChunk(torch.autograd.Function):
             x = _Chunked.build(*inputs, chunks)
             work = x.k_NCK.dtype
             do_NRV = pack(do_BTHV, work, inputs[1].shape[2], chunks)
-            if has_kernel(x.decay):
+            if reads_by_kernel(x.decay):
                 du_NCV = x.decay.read_back(x.q_NRK, x.k_NCK, do_NRV, inverse_NCC.dtype)
             else:
                 pairs = pairs or x.decay.pairs(x.k_NCK, x.q_NRK, x.k_NCK)
@@ -243,7 +247,7 @@ def _grads(
     dr_NCV: Tensor,
     dend_NKV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. pairs: none where a kernel makes them."""
+    """dq_NRK, dk_NCK, dg_NCJ, dbeta_NC but for what reaches beta by V. pairs: none where reads_by_kernel."""
     decay, C = x.decay, x.k_NCK.shape[1]
 
     # What k_t erases from the state before the chunk. It is proportional to beta_t, which comes last.
@@ -252,7 +256,7 @@ def _grads(
     dbeta_NC = erased_NCK.sum(-1).neg_()
     # Then through the states by what is read and written, and between tokens of the chunk: dM = dO U^T and
     # dA = -dR U^T, below the diagonal: above it the pairs are 0.
-    if has_kernel(decay):
+    if reads_by_kernel(decay):
         operands = (x.q_NRK, x.k_NCK, u_NCV, do_NRV, start_NKV, dend_NKV)
         dq_NRK, dk_NCK, db_NCJ, leave_NCJ = decay.read_grads(*operands, erase_NCK.dtype)
         derase_NCC, rows_NC1, columns_NC1 = decay.erase_grads(x.k_NCK, dr_NCV, u_NCV, -x.beta_NC1)
@@ -310,14 +314,16 @@ def scan(first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype
     compiled graph does not grow with the length.
     """
     if _scans_in_kernel(w_NKV, dtype):
-        return _scan_kernel(first_EKV, p_NKK, w_NKV, rows, dtype, 1)
+        from plait.kernels.scan import scan_
+
+        return scan_runs(scan_, first_EKV, p_NKK, w_NKV, rows, dtype, 1)
     E, blocks = len(first_EKV), [first_EKV, *w_NKV.split(rows)]
     for n, p, before, after in zip(rows, p_NKK.split(rows), blocks, blocks[1:], strict=False):
         after.baddbmm_(p, before if n == len(before) else before[:n])  # the host, too, has little time for a step
     if all(n == E for n in rows):
-        states = torch.empty_like(w_NKV, dtype=dtype)
+        states = w_NKV.new_empty(w_NKV.shape, dtype=dtype)
         states[:E], states[E:] = first_EKV, w_NKV[:-E]
-        return states, w_NKV[-E:].clone()
+        return states, w_NKV[-E:].clone(memory_format=torch.contiguous_format)
     # Sequences are sorted by falling length: of each block the first go on and the others are at their end.
     blocks = [block.split([n, len(block) - n]) for block, n in zip(blocks, [*rows, 0], strict=True)]
     return torch.cat([going for going, _ in blocks]).to(dtype), torch.cat([ended for _, ended in reversed(blocks)])
@@ -330,7 +336,9 @@ def scan_back(
     """The scan's gradient: dS <- P^T dS + dW against the steps. Gives that of first [E, K, V] and, rounded to the
     dtype, of every chunk's outgoing state [N, K, V]."""
     if _scans_in_kernel(dw_NKV, dtype):
-        dend_NKV, dfirst_EKV = _scan_kernel(dlast_EKV, p_NKK, dw_NKV, rows, dtype, -1)
+        from plait.kernels.scan import scan_
+
+        dend_NKV, dfirst_EKV = scan_runs(scan_, dlast_EKV, p_NKK, dw_NKV, rows, dtype, -1)
         return dfirst_EKV, dend_NKV
     sizes = [len(dlast_EKV), *rows]
     ended = [size - n for size, n in zip(sizes, [*rows, 0], strict=True)]
@@ -340,7 +348,7 @@ def scan_back(
     steps = list(zip(rows, p_NKK.split(rows), blocks, blocks[1:], strict=False))
     for n, p, before, after in reversed(steps):
         before[:n].baddbmm_(p.mT, after)
-    return blocks[0].clone(), states[len(dlast_EKV) :].to(dtype)
+    return blocks[0].clone(), states[len(dlast_EKV) :].to(dtype, copy=True)
 
 
 def _scans_in_kernel(w_NKV: Tensor, dtype: torch.dtype) -> bool:
@@ -349,19 +357,6 @@ def _scans_in_kernel(w_NKV: Tensor, dtype: torch.dtype) -> bool:
     from plait.kernels.scan import LARGEST
 
     return w_NKV.shape[1] <= LARGEST
-
-
-def _scan_kernel(
-    first_EKV: Tensor, p_NKK: Tensor, w_NKV: Tensor, rows: list[int], dtype: torch.dtype, order: int
-) -> tuple[Tensor, Tensor]:
-    """The state before each step, in their order or against it, and the last of each sequence."""
-    from plait.kernels.scan import scan_
-
-    states_NKV = w_NKV.new_empty(w_NKV.shape, dtype=dtype)
-    state_EKV = first_EKV.clone(memory_format=torch.contiguous_format)
-    for going, (p, w, before) in runs(state_EKV, rows, p_NKK, w_NKV, states_NKV)[::order]:
-        scan_(going, p, w, before, order)
-    return states_NKV, state_EKV
 
 
 @scan.register_fake

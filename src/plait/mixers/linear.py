@@ -31,19 +31,19 @@ from plait.mixers.chunked import (
     add_mm,
     chunk_length,
     decay_of_state,
-    has_kernel,
     make_decay,
     mm,
     mul_rows,
     mul_rows_,
     pack,
-    runs,
-    runs_in_bf16,
+    reads_by_kernel,
+    scan_runs,
     sum_after,
     takes_kernel,
     unpack,
     wide_dtype,
     widen,
+    working_dtype,
 )
 from plait.mixers.seq import Chunks, Seq
 
@@ -127,7 +127,7 @@ class _Chunked(NamedTuple):
     @staticmethod
     def build(q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, chunks: Chunks, scale: float) -> _Chunked:
         wide = wide_dtype(q_BTHK, k_BTHK, v_BTHV, g_BTH)
-        work = torch.bfloat16 if runs_in_bf16(q_BTHK, k_BTHK, v_BTHV) else wide
+        work = working_dtype(wide, q_BTHK, k_BTHK, v_BTHV)
         H = k_BTHK.shape[2]
         return _Chunked(
             *(pack(x, work, H, chunks) for x in (q_BTHK, k_BTHK, v_BTHV)),
@@ -159,11 +159,11 @@ class _LinearChunk(torch.autograd.Function):
         with torch.autocast(q_BTHK.device.type, enabled=False):
             x = _Chunked.build(q_BTHK, k_BTHK, v_BTHV, g_BTH, chunks, scale)
             work = x.k_NCK.dtype
-            pairs = [] if has_kernel(x.decay) else x.decay.pairs(x.k_NCK, x.q_NCK, first=work)
+            pairs = [] if reads_by_kernel(x.decay) else x.decay.pairs(x.k_NCK, x.q_NCK, first=work)
             w_NKV = mm(x.write().mT, x.v_NCV)
             first_EKV = chunks.sort(state_BHKV).flatten(0, 1).to(w_NKV.dtype)
             start_NKV, last_EKV = fade(first_EKV, x.keep_NJ1, w_NKV, x.rows, work)
-            if has_kernel(x.decay):
+            if reads_by_kernel(x.decay):
                 o_NCV = x.decay.read(x.q_NCK, x.k_NCK, x.v_NCV, start_NKV)
             else:
                 o_NCV = add_mm(torch.bmm(pairs[0], x.v_NCV), x.read(), start_NKV, x.scale)
@@ -185,7 +185,7 @@ class _LinearChunk(torch.autograd.Function):
             dlast_EKV = chunks.sort(dlast_BHKV).flatten(0, 1)
             dfirst_EKV, dend_NKV = fade_back(dlast_EKV, x.keep_NJ1, dw_NKV, x.rows, work)
 
-            if has_kernel(decay):
+            if reads_by_kernel(decay):
                 dv_NCV = decay.read_back(x.q_NCK, x.k_NCK, do_NCV, work, dend_NKV)
                 operands = (x.q_NCK, x.k_NCK, x.v_NCV, do_NCV, start_NKV, dend_NKV)
                 dq_NCK, dk_NCK, db_NCJ, leave_NCJ = decay.read_grads(*operands, work)
@@ -217,11 +217,7 @@ def fade(
 
     rows: how many states take part in each step, falling; they are the first ones. One opaque operator, as delta.scan.
     """
-    states = w_NKV.new_empty(w_NKV.shape, dtype=dtype)
-    state = first_EKV.clone(memory_format=torch.contiguous_format)
-    for going, (keep, w, before) in runs(state, rows, keep_NJ1, w_NKV, states):
-        _fade(going, keep, w, before, 1)
-    return states, state
+    return scan_runs(_fade, first_EKV, keep_NJ1, w_NKV, rows, dtype, 1)
 
 
 @torch.library.custom_op("plait::fade_back", mutates_args=())
@@ -230,11 +226,8 @@ def fade_back(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of fade: dS <- keep dS + dW against the steps. Gives that of first [E, K, V] and, rounded to the
     dtype, of every chunk's outgoing state [N, K, V]."""
-    grads = dw_NKV.new_empty(dw_NKV.shape, dtype=dtype)
-    grad = dlast_EKV.clone(memory_format=torch.contiguous_format)
-    for going, (keep, dw, after) in reversed(runs(grad, rows, keep_NJ1, dw_NKV, grads)):
-        _fade(going, keep, dw, after, -1)
-    return grad, grads
+    dend_NKV, dfirst_EKV = scan_runs(_fade, dlast_EKV, keep_NJ1, dw_NKV, rows, dtype, -1)
+    return dfirst_EKV, dend_NKV
 
 
 def _fade(state_EKV: Tensor, keep_LEJ1: Tensor, w_LEKV: Tensor, before_LEKV: Tensor, order: int) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from plait.config import Mamba2
 from plait.mixers.base import linear
-from plait.mixers.chunked import scale_heads
+from plait.mixers.chunked import mul_rows
 from plait.mixers.norm import Norm, rms_norm, wide
 from plait.mixers.recurrent import LinearRule, MemoryState, init_dt_bias
 from plait.mixers.seq import Seq
@@ -67,3 +68,27 @@ class Mamba2Mixer(LinearRule):
         grouped = o_BTHP.unflatten(2, (self.norm_groups, -1)).flatten(-2)  # B, T, norm groups, channels
         o = rms_norm(grouped, self.norm.weight.view(self.norm_groups, -1), self.config.norm_eps).view_as(o_BTHP)
         return o.to(z_BTHP.dtype) if gate_first else o * F.silu(z_BTHP)
+
+
+class _ScaleHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BTHV, by_BTH):
+        ctx.save_for_backward(x_BTHV, by_BTH)
+        return _scaled(x_BTHV, by_BTH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_BTHV):
+        x_BTHV, by_BTH = ctx.saved_tensors
+        return _scaled(grad_BTHV, by_BTH), (grad_BTHV.to(by_BTH.dtype) * x_BTHV).sum(-1)
+
+
+def _scaled(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
+    return mul_rows(x_BTHV.flatten(0, 1), by_BTH.flatten(0, 1)[..., None]).view(x_BTHV.shape)
+
+
+def scale_heads(x_BTHV: Tensor, by_BTH: Tensor) -> Tensor:
+    """x times a number for each head, at least as wide, rounded once."""
+    if not x_BTHV.is_cuda:
+        return (x_BTHV * by_BTH[..., None]).to(x_BTHV.dtype)
+    return _ScaleHeads.apply(x_BTHV, by_BTH)
