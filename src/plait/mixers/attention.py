@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from plait.mixers.flex import attend_flex, flex_serves
@@ -25,6 +27,7 @@ MASK_ELEMENTS = 1 << 24
 MIN_BLOCK = 64
 CUDNN_FROM = 1024
 """queries of a row"""
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend_naive(q_BTHE, k_BLGE, v_BLGE, q_position_BT, k_position_BL, window_size, sink_H) -> Tensor:
@@ -213,8 +216,13 @@ class _OneLayout(torch.autograd.Function):
 
 
 def _sdpa(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, **options: Any) -> Tensor:
-    o_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
-    if not (o_BHTE.is_cuda and o_BHTE.requires_grad and o_BHTE.dtype in (torch.bfloat16, torch.float16)):
+    """o_BHTE. cuDNN, which PyTorch prefers from Hopper on, learns on long rows only: it plans anew for each length."""
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTE, k_BGLE, v_BGLE))
+    if not (learns and q_BHTE.is_cuda):
+        return F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
+    with nullcontext() if q_BHTE.shape[2] >= CUDNN_FROM else sdpa_kernel(WITHOUT_CUDNN):
+        o_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
+    if o_BHTE.dtype not in (torch.bfloat16, torch.float16):
         return o_BHTE
     return _OneLayout.apply(o_BHTE)  # pyright: ignore[reportReturnType]
 
