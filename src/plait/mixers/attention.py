@@ -216,11 +216,13 @@ class _OneLayout(torch.autograd.Function):
 
 
 def _sdpa(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, **options: Any) -> Tensor:
-    """o_BHTE. cuDNN, which PyTorch prefers from Hopper on, learns on long rows only: it plans anew for each length."""
+    """o_BHTE. cuDNN, which PyTorch prefers from Hopper on, learns on long rows without a mask only: it plans anew for each
+    length, and with a mask its gradients may not be numbers (PyTorch issue 196678)."""
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTE, k_BGLE, v_BGLE))
     if not (learns and q_BHTE.is_cuda):
         return F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
-    with nullcontext() if q_BHTE.shape[2] >= CUDNN_FROM else sdpa_kernel(WITHOUT_CUDNN):
+    long = q_BHTE.shape[2] >= CUDNN_FROM and options.get("attn_mask") is None
+    with nullcontext() if long else sdpa_kernel(WITHOUT_CUDNN):
         o_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
     if o_BHTE.dtype not in (torch.bfloat16, torch.float16):
         return o_BHTE
