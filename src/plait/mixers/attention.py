@@ -216,8 +216,8 @@ class _OneLayout(torch.autograd.Function):
 
 
 def _sdpa(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, **options: Any) -> Tensor:
-    """o_BHTE. cuDNN, which PyTorch prefers from Hopper on, learns on long rows without a mask only: it plans anew for each
-    length, and with a mask its gradients may not be numbers (PyTorch issue 196678)."""
+    """o_BHTE. cuDNN, which PyTorch prefers from Hopper on, learns on long rows without a mask only: it plans anew for
+    each length, and with a mask its gradients may not be numbers (PyTorch issue 196678)."""
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTE, k_BGLE, v_BGLE))
     if not (learns and q_BHTE.is_cuda):
         return F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
