@@ -15,7 +15,7 @@ from plait import records
 from plait.cross_entropy import cross_entropy
 from plait.data.spaced_retrieval import SpacedRetrieval
 from plait.kernels import usable
-from plait.mixers import chunked, delta, gla, linear
+from plait.mixers import attention, chunked, delta, gla, linear
 from plait.mixers.attention import attend, attend_last, attend_naive
 from plait.mixers.chunked import ChannelDecay, ScalarDecay
 from plait.mixers.mamba2 import scale_heads
@@ -421,6 +421,18 @@ def test_gradients_of_attention_whatever_their_layout():
         o = attend_naive(*exact, position, position, None, None)
         for x, y in zip(got, torch.autograd.grad(o, exact, grad[:, :64].double()), strict=True):
             assert error(x[:, :64], y) < 0.01 and not x[:, 64:].any()
+
+
+@pytest.mark.parametrize(("T", "masked"), [(60, False), (1024, False), (1024, True)])
+def test_short_rows_and_masks_learn_without_cudnn(T, masked):
+    q, k, v = (torch.randn(1, 2, T, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    mask = torch.ones(T, T, dtype=torch.bool, device="cuda").tril() if masked else None
+    o = attention._sdpa(q, k, v, attn_mask=mask, is_causal=not masked)
+    (attends, _), *_ = o.grad_fn.next_functions
+    assert (T >= attention.CUDNN_FROM and not masked) or "Cudnn" not in attends.name()
+    position = torch.arange(T, device="cuda")[None]
+    want = attend_naive(*(x.double().transpose(1, 2) for x in (q, k, v)), position, position, None, None)
+    assert error(o.transpose(1, 2), want) < 5e-3
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

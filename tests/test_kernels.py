@@ -153,28 +153,6 @@ for G, lengths in ((1, [150, 150]), (2, [70, 0, 33])):
         for got, exact in zip(run(torch.float32, True, *case, (do, dlast)), want):
             assert (got - exact).norm() < 1e-5 * exact.norm()
 """
-FADE = """
-import torch
-from plait.mixers import linear
-for (K, V), rows, dtype in (
-    ((96, 40), [2] * 70, torch.float32),
-    ((128, 128), [1] * 3, torch.bfloat16),
-    ((5, 300), [3, 3, 2, 1, 1], torch.float32),
-    ((200, 3), [2], torch.bfloat16),
-):
-    for J in (1, K):
-        N, E = sum(rows), rows[0] + 1
-        first, w = torch.randn(E, V, K).mT, torch.randn(N, V, K).mT  # transposed, as a user's state may be
-        keep = torch.rand(N, 7, J)[:, -1, :, None] ** 0.1
-        for f in (linear.fade, linear.fade_back):
-            linear.usable = lambda x: False
-            want = f(first.double(), keep.double(), w.double(), rows, torch.float64)
-            linear.usable = lambda x: True
-            for got, exact in zip(f(first, keep, w, rows, dtype), want):
-                assert got.is_contiguous()
-                limit = 2**-7 if got.dtype == torch.bfloat16 else 1e-5
-                torch.testing.assert_close(got, exact.to(got.dtype), atol=1e-5, rtol=limit)
-"""
 NORM = """
 import torch
 import torch.nn.functional as F
@@ -197,25 +175,31 @@ for shape, dtype, narrow, weighted in (
         limit = 1.6e-2 if got.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(got, grads.to(got.dtype), rtol=limit, atol=1e-4)
 """
-SCAN = """
+SCANS = """
 import torch
-from plait.mixers import delta
+from plait.mixers import delta, linear
+def use(kernel):
+    delta.takes_kernel = linear.usable = lambda *_: kernel
 for (K, V), rows, dtype in (
-    ((64, 40), [2] * 5, torch.float32),
+    ((64, 40), [2] * 20, torch.float32),
     ((128, 64), [1] * 3, torch.bfloat16),
-    ((5, 130), [3, 3, 2, 1, 1], torch.float32),
+    ((5, 300), [3, 3, 2, 1, 1], torch.float32),
     ((96, 16), [2], torch.bfloat16),
+    ((200, 3), [2], torch.bfloat16),
 ):
     N, E = sum(rows), rows[0] + 1
     first, w, p = torch.randn(E, V, K).mT, torch.randn(N, V, K).mT, torch.randn(N, K, K).mT / K**0.5
-    for f in (delta.scan, delta.scan_back):
-        delta.takes_kernel = lambda *_: False
-        want = f(first.double(), p.double(), w.double(), rows, torch.float64)
-        delta.takes_kernel = lambda *_: True
-        for got, exact in zip(f(first, p, w.clone(), rows, dtype), want):
+    one, each = (torch.rand(N, 7, J)[:, -1, :, None] ** 0.1 for J in (1, K))  # strided, as a user's state may be
+    cases = [(f, keep) for f in (linear.fade, linear.fade_back) for keep in (one, each)]
+    cases += [(f, p) for f in (delta.scan, delta.scan_back)] if K <= 128 else []
+    for f, own in cases:
+        use(False)
+        want = f(first.double(), own.double(), w.double(), rows, torch.float64)
+        use(True)
+        for got, exact in zip(f(first, own, w.clone(), rows, dtype), want):
             assert got.is_contiguous()
-            limit = 2**-7 if got.dtype == torch.bfloat16 else 1e-4
-            torch.testing.assert_close(got, exact.to(got.dtype), atol=1e-4, rtol=limit)
+            limit = 2**-7 if got.dtype == torch.bfloat16 else 1e-5 if own is not p else 1e-4
+            torch.testing.assert_close(got, exact.to(got.dtype), atol=1e-5 if own is not p else 1e-4, rtol=limit)
 """
 ROWS = """
 import torch
@@ -234,7 +218,7 @@ for N, C, G, X, J, dtype in (
 """
 KERNELS = {
     "rows": ROWS,
-    "scan": SCAN,
+    "scans": SCANS,
     "cross_entropy": CROSS_ENTROPY,
     "rotation": ROTATION,
     "swiglu": SWIGLU,
@@ -242,7 +226,6 @@ KERNELS = {
     "log_sigmoid": LOG_SIGMOID,
     "pairs": PAIRS,
     "rules": RULES,
-    "fade": FADE,
 }
 
 

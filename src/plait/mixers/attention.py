@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from plait.mixers.base import wants_grad
 from plait.mixers.flex import attend_flex, flex_serves
 from plait.mixers.seq import Seq
 
@@ -109,7 +110,7 @@ def attend_last(q_BTHE: Tensor, k_BLGE: Tensor, v_BLGE: Tensor, sink_H: Tensor |
         return _grouped_sdpa(q_BTHE, k_BLGE, v_BLGE, None, sink_H)
     if k_BLGE.shape[1] == T:
         return _causal(q_BTHE, k_BLGE, v_BLGE, sink_H)
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BTHE, k_BLGE, v_BLGE))
+    learns = wants_grad(q_BTHE, k_BLGE, v_BLGE)
     if not _flash_serves(q_BTHE) if q_BTHE.is_cuda else learns:
         position_1L = torch.arange(k_BLGE.shape[1], device=q_BTHE.device)[None]
         return attend_masked(q_BTHE, k_BLGE, v_BLGE, position_1L[:, -T:], position_1L, None, sink_H)
@@ -218,8 +219,7 @@ class _OneLayout(torch.autograd.Function):
 def _sdpa(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, **options: Any) -> Tensor:
     """o_BHTE. cuDNN, which PyTorch prefers from Hopper on, learns on long rows without a mask only: it plans anew for
     each length, and with a mask its gradients may not be numbers (PyTorch issue 196678)."""
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTE, k_BGLE, v_BGLE))
-    if not (learns and q_BHTE.is_cuda):
+    if not (q_BHTE.is_cuda and wants_grad(q_BHTE, k_BGLE, v_BGLE)):
         return F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
     long = q_BHTE.shape[2] >= CUDNN_FROM and options.get("attn_mask") is None
     with nullcontext() if long else sdpa_kernel(WITHOUT_CUDNN):

@@ -144,6 +144,10 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend = {show(backend)}; {suggest(str(backend), BACKENDS)}")
 
 
+def wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def resolve(backend: Backend, device: torch.device, dtype: torch.dtype) -> Backend:
     """What a backend means for tensors of a device and dtype. `auto` is fla where that is there, right and faster, and
     says once what it took.

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from plait.mixers.base import wants_grad
 from plait.mixers.seq import Seq
 
 OLDEST, TOO_NEW = "0.6.0", "0.7.0"
@@ -98,7 +99,7 @@ def _linear(q_BTHK, k_BTHK, v_BTHV, g, state_BHKV, seq: Seq, *, scale: float, fi
     from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
     inputs, per_channel = (q_BTHK, k_BTHK, v_BTHV), g.ndim == 4
-    grads = _wants_grad(*inputs, g, state_BHKV)
+    grads = wants_grad(*inputs, g, state_BHKV)
     common = {"scale": scale, "output_final_state": final}
     if seq.dense and q_BTHK.shape[1] == 1 and not grads:
         if per_channel:
@@ -143,7 +144,7 @@ def _delta(q_BTHK, k_BTSK, v_BTSV, g, state_BSKV, beta_BTS, seq: Seq, *, scale: 
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
 
-    grads = _wants_grad(q_BTHK, k_BTSK, v_BTSV, g, beta_BTS, state_BSKV)
+    grads = wants_grad(q_BTHK, k_BTSK, v_BTSV, g, beta_BTS, state_BSKV)
     if seq.dense and q_BTHK.shape[1] == 1 and not grads:
         return _delta_step(q_BTHK, k_BTSK, v_BTSV, g, beta_BTS, state_BSKV, scale=scale)
     # fla's grouping goes the other way (several values for one key), so here each query of a group has a copy of the
@@ -187,7 +188,7 @@ def delta_gated_fla(
     if not q_BTHK.numel():
         return _nothing(q_BTHK, v_BTHV, state_BHKV, seq)
     gate = {"use_gate_in_kernel": True, "A_log": A_log_H.float(), "dt_bias": dt_bias.float()}
-    if f.ndim == 3 and _wants_grad(q_BTHK, k_BTHK, v_BTHV, f, b_BTH, A_log_H) and needs_detour():
+    if f.ndim == 3 and wants_grad(q_BTHK, k_BTHK, v_BTHV, f, b_BTH, A_log_H) and needs_detour():
         g_BTH = -A_log_H.float().exp() * F.softplus(f.float() + dt_bias.float())
         f, gate = g_BTH[..., None].expand(k_BTHK.shape), {}
     op = chunk_kda if f.ndim == 4 else chunk_gated_delta_rule
@@ -287,10 +288,6 @@ def _check(*tensors: Tensor) -> None:
     for x in tensors:
         if x.dtype == torch.float64:
             raise ValueError("backend fla: float64 tensors; its kernels take float32 and bfloat16; use backend torch")
-
-
-def _wants_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _nothing(q_BTHK: Tensor, v_BTSV: Tensor, state: Tensor | None, seq: Seq) -> tuple[Tensor, Tensor]:
