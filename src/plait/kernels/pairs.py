@@ -17,6 +17,9 @@ from torch import Tensor
 
 SUB = 16
 """tokens of a sub-block, the fewest rows of a product on tensor cores"""
+COLUMNS = 64
+"""of a value that a program of _reads carries, the fewest. With fewer than there are channels, from 64 on, ptxas 12.8
+(Triton 3.6, Hopper) takes the place of a tile in shared memory from a register that nothing has written"""
 
 
 def erasing_pairs(k_NCK: Tensor, b_NC: Tensor, times_NC1: Tensor) -> Tensor:
@@ -95,7 +98,7 @@ def _read(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (N, C), (_, rows, K), V = b_NC.shape, x.shape, y.shape[2]
     out = x.new_empty(N, rows, V, dtype=dtype)
-    tile, columns = min(C, 64), min(triton.next_power_of_2(max(V, 16)), 128)
+    tile, columns = min(C, 64), min(triton.next_power_of_2(max(V, COLUMNS)), 128)
     across = triton.cdiv(V, columns)
     assert times is None or state_NKV is not None
     sums = x.new_empty(across, 2, N, rows if times is not None else 0, 1, dtype=torch.float32)

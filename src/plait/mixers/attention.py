@@ -217,14 +217,13 @@ class _OneLayout(torch.autograd.Function):
 
 
 def _sdpa(q_BHTE: Tensor, k_BGLE: Tensor, v_BGLE: Tensor, **options: Any) -> Tensor:
-    """o_BHTE. cuDNN, which PyTorch prefers from Hopper on, learns on long rows without a mask only: it plans anew for
-    each length, and with a mask its gradients may not be numbers (PyTorch issue 196678)."""
-    if not (q_BHTE.is_cuda and wants_grad(q_BHTE, k_BGLE, v_BGLE)):
-        return F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
-    long = q_BHTE.shape[2] >= CUDNN_FROM and options.get("attn_mask") is None
-    with nullcontext() if long else sdpa_kernel(WITHOUT_CUDNN):
+    """o_BHTE. With a mask cuDNN, which PyTorch prefers from Hopper on, does not learn: its gradients may not be numbers
+    (PyTorch issue 196678)."""
+    learns = q_BHTE.is_cuda and wants_grad(q_BHTE, k_BGLE, v_BGLE)
+    masked = options.get("attn_mask") is not None
+    with sdpa_kernel(WITHOUT_CUDNN) if learns and masked else nullcontext():
         o_BHTE = F.scaled_dot_product_attention(q_BHTE, k_BGLE, v_BGLE, **options)
-    if o_BHTE.dtype not in (torch.bfloat16, torch.float16):
+    if not learns or o_BHTE.dtype not in (torch.bfloat16, torch.float16):
         return o_BHTE
     return _OneLayout.apply(o_BHTE)  # pyright: ignore[reportReturnType]
 
