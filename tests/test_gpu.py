@@ -496,7 +496,7 @@ def unwritten(machine_code: str) -> set[str]:
         operands = re.sub(r"gdesc\[UR(\d+)\]", lambda found: f"UR{int(found[1]) + 2}", operands)
         target = re.match(r"UR(\d+),", operands)
         if target:
-            width = 2 if re.search(r"\.64|WIDE", operation) else 1
+            width = 4 if ".128" in operation else 2 if re.search(r"\.64|WIDE", operation) else 1
             written |= {f"UR{int(target[1]) + i}" for i in range(width)}
         read |= set(re.findall(r"\bUR\d+", operands[target.end() if target else 0 :]))
     return read - written

@@ -18,7 +18,7 @@ from torch import Tensor
 SUB = 16
 """tokens of a sub-block, the fewest rows of a product on tensor cores"""
 COLUMNS = 64
-"""of a value that a program of _reads carries, the fewest. With fewer than there are channels, from 64 on, ptxas 12.8
+"""of a value that a program of _reads carries, the fewest. With 32 or fewer, beside 64 channels or more, ptxas 12.8
 (Triton 3.6, Hopper) takes the place of a tile in shared memory from a register that nothing has written"""
 
 
