@@ -74,6 +74,7 @@ def test_rules(case, rival):
         if row["competitor"] == rival:
             assert row["difference"] < SAME
             if rival == "transformers":
+                assert row["bar"] == (5 if case == "kda" and row["pass"] == "forward+backward" else 1)
                 assert row["met"] == (row["ratio"] >= row["bar"])
         else:
             assert row["ratio"] == 1

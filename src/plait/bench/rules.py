@@ -273,6 +273,8 @@ class Rule:
     cpu: Mapping[str, Make]
     cuda: Mapping[str, Make]
     delta: bool = False
+    trains: float = BARS["transformers"]
+    """the least ratio to transformers with gradients"""
 
     def sides(self, options: Options) -> dict[str, Make]:
         """plait's first, then the competitors that this device has."""
@@ -289,7 +291,14 @@ RULES = {
         cuda={"fla gated_delta_rule": _gdn_fla, "fla kda": _kda_fla},
         delta=True,
     ),
-    "kda": Rule(_kda_inputs, _delta, cpu={"transformers": _kda_transformers}, cuda={"fla kda": _kda_fla}, delta=True),
+    "kda": Rule(
+        _kda_inputs,
+        _delta,
+        cpu={"transformers": _kda_transformers},
+        cuda={"fla kda": _kda_fla},
+        delta=True,
+        trains=5.0,
+    ),
     "gla": Rule(_gla_inputs, _gla, cpu={"naive": _gla_naive}, cuda={"fla gla": _gla_fla}),
     "mamba2": Rule(
         _mamba2_inputs,
@@ -325,11 +334,12 @@ def rows(name: str, options: Options, length: int, num_heads: int, head_dim: int
     inputs = rule.inputs(Draw(device, batch_of(device, length), length, num_heads, head_dim))
     fields = {"case": name, **_shape_fields(inputs, head_dim)}
     sides, absent = _set_up(rule, inputs, options)
-    bars = {side: bar for side in sides for start, bar in BARS.items() if side.startswith(start)}
+    least = {side: bar for side in sides for start, bar in BARS.items() if side.startswith(start)}
     do_BTHV = torch.randn_like(inputs[2])
     result = []
     for kind in PASSES:
         backward = kind == PASSES[1]
+        bars = least | {"transformers": rule.trains} if backward else least
         calls = {side: partial(_run, *own, do_BTHV if backward else None) for side, (own, _) in sides.items()}
         ideal = _ideal(rule, inputs, backward)
 
